@@ -1,0 +1,56 @@
+# Everything runs in .venv, made here. Its stamps are remade when pyproject.toml or constraints.txt change.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# torch first and exactly: a range may pull a build of several GB.
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+.PHONY: help setup demo test test-all check bench clean
+
+help:
+	@echo 'make demo      train a small model on generated stories and let it talk (about 5 minutes)'
+	@echo 'make test      run the tests'
+	@echo 'make test-all  run the slow tests too'
+	@echo 'make setup     only make $(VENV), with everything for development'
+	@echo 'make check     lint, format and types'
+	@echo 'make bench     run the benchmarks of bench/'
+	@echo 'make clean     remove $(VENV) and caches; runs/ stays'
+
+setup: $(VENV)/.test-installed $(VENV)/.check-installed
+
+demo: $(VENV)/.core-installed
+	$(BIN)/pellucid demo
+
+test: $(VENV)/.test-installed
+	$(BIN)/python -m pytest
+
+test-all: $(VENV)/.test-installed
+	$(BIN)/python -m pytest -m 'not gpu'
+
+check: $(VENV)/.check-installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(VENV)/.test-installed
+	@for script in bench/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/.core-installed: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { echo 'making $(VENV); torch is a large download' && $(PYTHON) -m venv $(VENV); }
+	@$(PIP) '$(TORCH)'
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.test-installed: $(VENV)/.core-installed
+	@echo 'adding what the tests need'
+	@$(PIP) -e '.[test]'
+	@touch $@
+
+$(VENV)/.check-installed: $(VENV)/.core-installed
+	@echo 'adding ruff and mypy'
+	@$(PIP) -e '.[test,check]'
+	@touch $@

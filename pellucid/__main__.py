@@ -1,0 +1,7 @@
+"""``python -m pellucid``."""
+
+import sys
+
+from pellucid.cli import main
+
+sys.exit(main())

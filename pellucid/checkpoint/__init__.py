@@ -1,0 +1,1 @@
+"""Model folders and checkpoints: written aside, published by one rename, verified when read."""

@@ -1,0 +1,166 @@
+"""`pellucid demo`: from text to a model that talks, in a few minutes on two cores."""
+
+import argparse
+import json
+import shutil
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pellucid.cli.output import notice
+from pellucid.config import load_config
+from pellucid.errors import TrainingError
+
+if TYPE_CHECKING:
+    from pellucid.checkpoint.model_folder import Loaded
+    from pellucid.data.samples import Prompt
+
+CONFIG = Path(__file__).parent.parent / "configs" / "demo.toml"
+SIZE = "12MB"
+VOCAB_SIZE = 2048
+NUM_STORIES = 50
+GOAL = 0.8
+"""Share of sampled stories that must be whole stories of the grammar, about the right people and things."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "demo",
+        help="generate text, train a small model on it and let it talk",
+        description="Generates the built-in corpus, prepares it, trains, evaluates on held-out text, samples stories about "
+        "people and things that never met in training, chats, and writes a report. Interrupted, it goes on where it was.",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/demo"), metavar="RUN", help="folder of the run (default runs/demo)"
+    )
+    parser.add_argument("--fresh", action="store_true", help="delete an earlier demo in RUN first")
+    parser.set_defaults(run=run, takes_settings=True, wants_allocator=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The whole life of a small model."""
+    began = time.monotonic()
+    out: Path = args.out
+    if args.fresh and out.exists():
+        shutil.rmtree(out)
+    data = out / "data"
+    if not (data / "index.json").is_file():
+        _prepare(data, quiet=args.quiet)
+    config = load_config(CONFIG, {"train.out": str(out), "data.path": str(data)} | args.settings)
+
+    from pellucid.checkpoint.model_folder import load_model
+    from pellucid.cli.train import train
+
+    trainer = train(config, resume=True, quiet=args.quiet)
+    if trainer.state.step < trainer.setup.total_steps:
+        notice("the demo was interrupted; the same command goes on from here")
+        return 0
+    loaded = load_model(out)
+    _evaluate(loaded, data, out)
+    good = _tell_stories(loaded, out)
+    _chat(loaded, out)
+
+    from pellucid.report import build_report
+
+    print(f"report: {build_report(out)}")
+    if good < GOAL * NUM_STORIES:
+        raise TrainingError(f"only {good} of {NUM_STORIES} stories are right; {GOAL:.0%} were expected")
+    print(f"demo finished in {time.monotonic() - began:.0f} s (install not counted)")
+    return 0
+
+
+def _prepare(data: Path, *, quiet: bool) -> None:
+    from pellucid.cli.prepare import PrepareProgress, print_summary
+    from pellucid.data.prepare import PrepareOptions, prepare
+
+    with PrepareProgress(quiet=quiet) as progress:
+        summary = prepare(
+            PrepareOptions(inputs=("sample:stories",), out=data, vocab_size=VOCAB_SIZE, size=SIZE), progress
+        )
+    print_summary(summary)
+
+
+def _evaluate(loaded: "Loaded", data: Path, out: Path) -> None:
+    from pellucid.data.batches import Windows
+    from pellucid.data.shards import TokenData
+    from pellucid.evaluate import evaluate
+
+    windows = Windows(TokenData.open(data).split("val"), loaded.config.max_position_embeddings, score_once=True)
+    score = evaluate(loaded.model, windows, tokenizer=loaded.tokenizer)
+    (out / "evaluation.json").write_text(json.dumps(asdict(score)) + "\n", encoding="utf-8")
+    print(
+        f"held-out text: {score.loss:.3f} nats/token, perplexity {score.perplexity:.2f}, {score.bits_per_byte:.3f} bits/byte"
+    )
+
+
+def _tell_stories(loaded: "Loaded", out: Path) -> int:
+    """Sample stories about held-out pairs; returns how many are right."""
+    from pellucid.data.samples import check_story, held_out_prompts
+    from pellucid.inference import SamplingParams, generate
+    from pellucid.text import decode, with_stop_ids
+
+    assert loaded.tokenizer is not None
+    prompts = held_out_prompts(NUM_STORIES)
+    params = with_stop_ids(SamplingParams(temperature=0.7, max_tokens=220, seed=0), loaded.tokenizer)
+    params = replace(params, top_p=0.95)
+    results = generate(loaded.model, [_ids(loaded, prompt) for prompt in prompts], params, batch_size=NUM_STORIES)
+    records: list[dict[str, Any]] = []
+    for prompt, result in zip(prompts, results, strict=True):
+        answer = decode(loaded.tokenizer, result.ids)
+        story = answer if prompt.text is None else prompt.text + answer
+        verdict = check_story(story, prompt)
+        asked = prompt.text if prompt.messages is None else prompt.messages[-1]["content"]
+        records.append(
+            {
+                "kind": "story",
+                "prompt": asked,
+                "text": answer,
+                "verdict": "ok" if verdict.ok else verdict.reason,
+                "ok": verdict.ok,
+            }
+        )
+    _append_samples(out, records, first=True)
+    good = sum(1 for record in records if record["ok"])
+    for record in records[:3]:
+        print(f"\n> {record['prompt']}\n{record['text'].strip()}")
+    print(f"\nstories about held-out pairs: {good} of {NUM_STORIES} are whole, with every name and thing right")
+    return good
+
+
+def _ids(loaded: "Loaded", prompt: "Prompt") -> list[int]:
+    from pellucid.text import encode_prompt
+
+    assert loaded.tokenizer is not None
+    if prompt.messages is not None:
+        return loaded.tokenizer.encode_chat(prompt.messages, add_generation_prompt=True)
+    assert prompt.text is not None
+    return encode_prompt(loaded.tokenizer, prompt.text)
+
+
+def _chat(loaded: "Loaded", out: Path) -> None:
+    """One exchange of two turns: a story on request, then a sum."""
+    from pellucid.inference import SamplingParams
+    from pellucid.text import stream_text
+
+    assert loaded.tokenizer is not None
+    messages: list[dict[str, str]] = []
+    records = []
+    for question in ("Tell me a story about Mia and a red ball.", "What is 23 + 41?"):
+        messages = [{"role": "user", "content": question}]
+        ids = loaded.tokenizer.encode_chat(messages, add_generation_prompt=True)
+        print(f"\nyou: {question}\nmodel: ", end="", flush=True)
+        pieces = []
+        for piece in stream_text(loaded.model, loaded.tokenizer, ids, SamplingParams(temperature=0, max_tokens=200)):
+            print(piece, end="", flush=True)
+            pieces.append(piece)
+        print()
+        records.append({"kind": "chat", "prompt": question, "text": "".join(pieces)})
+    _append_samples(out, records)
+    print()
+
+
+def _append_samples(out: Path, records: list[dict[str, Any]], *, first: bool = False) -> None:
+    with open(out / "samples.jsonl", "w" if first else "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)

@@ -1,0 +1,210 @@
+"""`pellucid generate`."""
+
+import argparse
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pellucid.cli.output import Progress, notice, print_json
+from pellucid.cli.records import OutFile, read_records
+from pellucid.cli.sampling import add_model_flags, add_sampling_flags, load, sampling_params
+from pellucid.errors import ConfigError, PellucidError, RequestError
+
+if TYPE_CHECKING:
+    from pellucid.checkpoint.model_folder import Loaded
+    from pellucid.inference import Result, SamplingParams
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "generate",
+        help="continue prompts",
+        description="Continue one prompt, or each record of a JSONL file: "
+        '{"id"?, "prompt" | "messages" | "ids", "params"?} gives {"id", "text", "ids", "finish_reason", "logprobs"?, "usage"}.',
+    )
+    add_model_flags(parser)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="print its continuation")
+    source.add_argument("--prompts", metavar="IN.jsonl", help="continue every record")
+    parser.add_argument(
+        "--out",
+        metavar="OUT.jsonl",
+        help="one line for each sample, in input order; lines already there are kept and skipped",
+    )
+    add_sampling_flags(parser)
+    parser.add_argument("--num-samples", type=int, metavar="N", help="samples of each prompt (default 1)")
+    parser.add_argument("--logprobs", action="store_true", help="with the log-probability of each token, in nats")
+    parser.add_argument("--batch-size", type=int, default=16, help="samples that run together (default 16)")
+    parser.add_argument("--json", action="store_true", help="one object on stdout")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Continue; 1 if a request failed on its way."""
+    if args.batch_size < 1:
+        raise ConfigError(f"--batch-size must be at least 1, got {args.batch_size}")
+    if args.out is not None and args.prompts is None:
+        raise ConfigError("--out goes with --prompts IN.jsonl; a single --prompt is printed")
+    params = sampling_params(args)
+    if args.prompts is None:
+        loaded = load(args)
+        return run_prompt(args, loaded, make_job(loaded, 0, {"prompt": args.prompt}, params, "--prompt"))
+    records = read_records(Path(args.prompts))
+    loaded = load(args)
+    jobs = [make_job(loaded, r.id, r.table, params, r.location) for r in records]
+    return run_prompts(args, loaded, jobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A checked request."""
+
+    id: str | int
+    tokens: list[int]
+    params: "SamplingParams"
+    location: str
+    """Where it was asked for, for messages."""
+
+
+def make_job(loaded: "Loaded", id_: str | int, table: dict[str, Any], params: "SamplingParams", location: str) -> Job:
+    """Encode and check one record; `RequestError` names ``location``."""
+    from pellucid.inference import Request, check_request, update_params
+    from pellucid.text import with_stop_ids
+
+    try:
+        own = table.get("params", {})
+        if not isinstance(own, dict):
+            raise RequestError(f'"params" must be an object, got {own!r}')
+        params = update_params(params, own)
+        if loaded.tokenizer is not None:
+            params = with_stop_ids(params, loaded.tokenizer)
+        tokens = encode_record(loaded, table)
+        check_request(Request(str(id_), tuple(tokens), params), loaded.config)
+    except PellucidError as error:
+        raise RequestError(f"{location}: {error}") from error
+    return Job(id_, tokens, params, location)
+
+
+def encode_record(loaded: "Loaded", table: dict[str, Any]) -> list[int]:
+    """The ids of a record's "prompt", "messages" or "ids"."""
+    from pellucid.text import encode_prompt
+
+    given = [key for key in ("prompt", "messages", "ids") if key in table]
+    if len(given) != 1:
+        raise RequestError(f'give one of "prompt", "messages" and "ids"; the record has {", ".join(table) or "no key"}')
+    value = table[given[0]]
+    if given == ["ids"]:
+        if not isinstance(value, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
+            raise RequestError('"ids" must be a list of token ids')
+        return value
+    if loaded.tokenizer is None:
+        raise RequestError(
+            f'the model has no tokenizer.json, which "{given[0]}" needs; put its tokenizer there or give "ids"'
+        )
+    if given == ["messages"]:
+        if not isinstance(value, list) or not all(isinstance(m, dict) for m in value):
+            raise RequestError('"messages" must be a list of objects with "role" and "content"')
+        return loaded.tokenizer.encode_chat(value)
+    if not isinstance(value, str):
+        raise RequestError(f'"prompt" must be text, got {value!r}')
+    return encode_prompt(loaded.tokenizer, value)
+
+
+def run_prompt(args: argparse.Namespace, loaded: "Loaded", job: Job) -> int:
+    """One prompt: its text on stdout, or one object. `PellucidError` if it failed."""
+    records = []
+    for sample, result in answers(loaded, [job], args.batch_size)[0]:
+        if result.finish_reason == "error":
+            raise PellucidError(failure(job, result))
+        records.append(record_of(loaded, job, sample, result, logprobs=args.logprobs))
+    if args.json:
+        print_json({"results": records})
+        return 0
+    for number, record in enumerate(records, start=1):
+        if len(records) > 1:
+            print(f"--- sample {number} of {len(records)}")
+        print(record["text"])
+        if args.logprobs:
+            print("\n".join(f"{i:>8} {x:10.4f}" for i, x in zip(record["ids"], record["logprobs"], strict=True)))
+    return 0
+
+
+def run_prompts(args: argparse.Namespace, loaded: "Loaded", jobs: list[Job]) -> int:
+    """Every record: a line each, in OUT.jsonl or on stdout. 1 if one of them failed; it then has no line."""
+    keys = [(job.id, sample) for job in jobs for sample in range(job.params.n)]
+    out = OutFile(Path(args.out), keys) if args.out is not None else None
+    todo = [job for job in jobs if out is None or any((job.id, s) not in out for s in range(job.params.n))]
+    kept = sum(out is not None and key in out for key in keys)
+    if kept:
+        notice(f"{args.out}: {kept:,} of {len(keys):,} results are there already")
+    failures, tokens, start = 0, 0, time.monotonic()
+    with Progress("generate", len(todo), quiet=args.quiet) as bar:
+        done = 0
+        for batch in batches_of(todo, args.batch_size):
+            for job, results in zip(batch, answers(loaded, batch, args.batch_size), strict=True):
+                for sample, result in results:
+                    tokens += len(result.ids)
+                    if result.finish_reason == "error":
+                        failures += 1
+                        notice(f"pellucid: {failure(job, result)}")
+                    elif out is None:
+                        print_json(record_of(loaded, job, sample, result, logprobs=args.logprobs))
+                    elif (job.id, sample) not in out:
+                        out.add((job.id, sample), record_of(loaded, job, sample, result, logprobs=args.logprobs))
+            done += len(batch)
+            bar.update(done, f"{done:,} of {len(todo):,} requests, {tokens / (time.monotonic() - start):,.0f} tokens/s")
+    if out is not None:
+        out.finish()
+    summary = {"results": len(keys) - kept - failures, "kept": kept, "failed": failures, "tokens": tokens}
+    if args.json and out is not None:
+        print_json({"out": args.out} | summary | {"seconds": round(time.monotonic() - start, 3)})
+    else:
+        notice(", ".join(f"{value:,} {name}" for name, value in summary.items()))
+    return 1 if failures else 0
+
+
+def batches_of(jobs: list[Job], batch_size: int) -> Iterator[list[Job]]:
+    """Runs of jobs that make up at least ``batch_size`` samples."""
+    batch: list[Job] = []
+    for job in jobs:
+        batch.append(job)
+        if sum(job.params.n for job in batch) >= batch_size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def answers(loaded: "Loaded", jobs: list[Job], batch_size: int) -> list[list[tuple[int, "Result"]]]:
+    """The numbered samples of each job."""
+    from pellucid.inference import generate
+
+    results = iter(generate(loaded.model, [j.tokens for j in jobs], [j.params for j in jobs], batch_size=batch_size))
+    return [[(sample, next(results)) for sample in range(job.params.n)] for job in jobs]
+
+
+def record_of(loaded: "Loaded", job: Job, sample: int, result: "Result", *, logprobs: bool) -> dict[str, Any]:
+    """A result as it is written; "sample" only where there are several."""
+    from pellucid.text import decode
+
+    record: dict[str, Any] = {"id": job.id}
+    if job.params.n > 1:
+        record["sample"] = sample
+    record["text"] = decode(loaded.tokenizer, result.ids) if loaded.tokenizer is not None else None
+    record |= {"ids": result.ids, "finish_reason": result.finish_reason}
+    if logprobs:
+        record["logprobs"] = result.logprobs
+    prompt, completion = len(job.tokens), len(result.ids)
+    return record | {
+        "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    }
+
+
+def failure(job: Job, result: "Result") -> str:
+    """What to say about a request that ended with an error."""
+    from pellucid.text import not_finite
+
+    return not_finite(job.location, len(result.ids))

@@ -1,0 +1,76 @@
+"""The flags and the loading that `generate` and `chat` share."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from pellucid.errors import RequestError
+
+if TYPE_CHECKING:
+    from pellucid.checkpoint.model_folder import Loaded
+    from pellucid.inference import SamplingParams
+    from pellucid.tokenizer import Tokenizer
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """MODEL, --device and --dtype."""
+    parser.add_argument("model", metavar="MODEL", help="a model folder, a checkpoint or a run")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, mps, ...; auto: cuda where there is one, else cpu")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        help="of the weights; auto: as stored",
+    )
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """How tokens are drawn; left out ones keep the defaults of `SamplingParams`."""
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 takes the most probable token (default 1.0)")
+    parser.add_argument("--top-k", type=int, metavar="K", help="keep the K most probable tokens (default 0: all)")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="keep the smallest set with this mass (default 1.0: all)"
+    )
+    parser.add_argument("--seed", type=int, help="the same seed draws the same tokens")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="new tokens at most (default 256)")
+
+
+def sampling_params(args: argparse.Namespace) -> "SamplingParams":
+    """What the flags say; `RequestError` for a value out of range."""
+    from pellucid.inference import SamplingParams, update_params
+
+    names = {
+        "temperature": "temperature",
+        "top_k": "top_k",
+        "top_p": "top_p",
+        "seed": "seed",
+        "max_tokens": "max_tokens",
+    }
+    names |= {"num_samples": "n"}
+    given = {name: getattr(args, flag, None) for flag, name in names.items()}
+    return update_params(SamplingParams(), {name: value for name, value in given.items() if value is not None})
+
+
+def load_with_tokenizer(args: argparse.Namespace, *, needed_for: str) -> tuple["Loaded", "Tokenizer"]:
+    """The model and its tokenizer.
+
+    Raises:
+        CheckpointError: no such model, or its tokenizer does not fit it.
+        RequestError: it has no tokenizer.
+    """
+    loaded = load(args)
+    if loaded.tokenizer is None:
+        raise RequestError(
+            f"{args.model} has no tokenizer.json, which {needed_for} needs; put the model's tokenizer there"
+        )
+    return loaded, loaded.tokenizer
+
+
+def load(args: argparse.Namespace) -> "Loaded":
+    """The model that MODEL names, with its tokenizer if it has one that fits."""
+    from pellucid.checkpoint.model_folder import load_model
+    from pellucid.text import check_tokenizer
+
+    loaded = load_model(args.model, device=args.device, dtype=args.dtype)
+    if loaded.tokenizer is not None:
+        check_tokenizer(loaded.tokenizer, loaded.config)
+    return loaded

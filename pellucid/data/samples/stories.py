@@ -1,0 +1,92 @@
+"""Draws the facts of a story and tells it."""
+
+from dataclasses import dataclass
+from functools import cache
+from math import log
+from random import Random
+from zlib import crc32
+
+from pellucid.data.samples import plots_people, plots_things
+from pellucid.data.samples.grammar import Facts, Plot
+from pellucid.data.samples.words import FRIEND, HERO, Lexicon
+
+PLOTS: tuple[Plot, ...] = plots_things.ALL + plots_people.ALL
+HELD_OUT_ONE_IN = 10
+
+
+def is_held_out(hero: str, thing: str) -> bool:
+    """Whether the corpus never tells a story about ``hero`` and ``thing``; the same on every machine."""
+    return crc32(f"{hero}/{thing}".encode()) % HELD_OUT_ONE_IN == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A told story and what is true in it.
+
+    Attributes:
+        forms: every slot of the plot, spelled.
+        opening: the wording of the first step, which names the hero and the object; a ``%``-format.
+        nats: -log of the probability with which the generator tells exactly this.
+    """
+
+    plot: Plot
+    facts: Facts
+    forms: dict[str, str]
+    text: str
+    opening: str
+    nats: float
+
+
+def tell(rng: Random, *, held_out: bool = False) -> Story:
+    """A story about a hero and an object that are in the corpus together, or with ``held_out`` are not."""
+    # Only rng.random() is the same on every Python version; choice() and shuffle() are not promised to be.
+    draw = rng.random
+    plot = PLOTS[int(draw() * len(PLOTS))]
+    heroes, objects = HERO.values, plot.objects.values
+    while True:
+        hero, thing = heroes[int(draw() * len(heroes))], objects[int(draw() * len(objects))]
+        if is_held_out(hero, thing) == held_out:
+            break
+    friend = hero
+    while friend == hero:
+        friend = heroes[int(draw() * len(heroes))]
+    facts = {"hero": hero, "friend": friend, "object": thing}
+    forms = {**HERO.forms[hero], **FRIEND.forms[friend], **plot.objects.forms[thing]}
+    for lexicon in plot.facts:
+        value = lexicon.values[int(draw() * len(lexicon.values))]
+        facts[lexicon.fact] = value
+        forms |= lexicon.forms[value]
+    wordings = [step.wordings[int(draw() * len(step.wordings))] for step in plot.steps]
+    text = " ".join(wordings) % forms
+    return Story(plot, facts, forms, text, wordings[0], nats_of_facts(plot, held_out) + plot.nats)
+
+
+@cache
+def nats_of_facts(plot: Plot, held_out: bool) -> float:
+    """Entropy of the choice of ``plot`` and of all its facts."""
+    pairs = sum(is_held_out(hero, thing) == held_out for hero in HERO.values for thing in plot.objects.values)
+    return log(len(PLOTS)) + log(pairs) + log(len(HERO.values) - 1) + sum(log(len(x.values)) for x in plot.facts)
+
+
+def distractors(rng: Random, story: Story) -> dict[str, str]:
+    """Forms of facts that are *not* the story's, under ``other_...``, for questions whose answer is no."""
+    others: dict[str, str] = {}
+    for lexicon in (story.plot.objects, *story.plot.facts):
+        wrong = wrong_values(lexicon, story.facts)
+        for slot, spelling in lexicon.forms[wrong[int(rng.random() * len(wrong))]].items():
+            others[other_slot(slot)] = spelling
+    return others
+
+
+def wrong_values(lexicon: Lexicon, facts: Facts) -> list[str]:
+    """What the fact of ``lexicon`` is not; no object that is held out for the hero."""
+    values = [value for value in lexicon.values if value != facts[lexicon.fact]]
+    if lexicon.fact == "object":
+        values = [value for value in values if not is_held_out(facts["hero"], value)]
+    return values
+
+
+def other_slot(slot: str) -> str:
+    """``other_color`` for ``color``, ``a_other_object`` for ``a_object``, ``at_other_place`` for ``at_place``."""
+    head, _, tail = slot.rpartition("_")
+    return f"{head}_other_{tail}" if head else f"other_{tail}"

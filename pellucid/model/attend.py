@@ -1,0 +1,84 @@
+"""Attention over whole training windows: causal, within documents, with a sliding window.
+
+Shapes: B rows, T tokens a row, H query heads, K key/value heads, d head width. Masks are bool, True where the query
+(rows) sees the key (columns).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+EXPLICIT_MAX_TOKENS = 512
+"""Longest row for which compiled attention is written out; longer ones use the fused kernel."""
+
+
+def causal_mask(tokens: int, window: int | None = None, *, device: torch.device | str | None = None) -> Tensor:
+    """``[T, T]``: each token sees itself and those before it, ``window`` of them at most (itself included)."""
+    index = torch.arange(tokens, device=device)
+    distance = index[:, None] - index
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def document_mask(documents: Tensor, window: int | None = None) -> Tensor:
+    """``[B, 1, T, T]`` from ids ``[B, T]``: `causal_mask`, and never from one document into another."""
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same & causal_mask(documents.shape[-1], window, device=documents.device)
+
+
+class WindowAttend:
+    """An `Attend` for rows ``[B, T]`` that are attended whole: training and evaluation.
+
+    Masks are made once, here, for all layers; a plain causal layer needs none.
+
+    Args:
+        windows: sliding window of each layer, None where it sees everything before it.
+        documents: ids ``[B, T]``, or None where each row is one document.
+        compiled: the caller runs under torch.compile, where attention written out beats the fused kernel for
+            rows of up to `EXPLICIT_MAX_TOKENS` tokens.
+    """
+
+    def __init__(self, windows: tuple[int | None, ...], documents: Tensor | None = None, *, compiled: bool = False):
+        self.windows = windows
+        self.compiled = compiled
+        self.document_masks: dict[int | None, Tensor] = {}
+        if documents is not None:
+            self.document_masks = {window: document_mask(documents, window) for window in dict.fromkeys(windows)}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+        tokens, window = q.shape[-3], self.windows[layer]
+        if self.document_masks:
+            mask: Tensor | None = self.document_masks[window]
+        elif window is not None and window < tokens:
+            mask = causal_mask(tokens, window, device=q.device)
+        else:
+            mask = None
+        if self.compiled and tokens <= EXPLICIT_MAX_TOKENS:
+            return explicit_attention(q, k, v, mask, scale)
+        return fused_attention(q, k, v, mask, scale)
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """torch's own kernel; causal where there is no mask."""
+    q, k, v = (x.transpose(-2, -3) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[-3] != k.shape[-3]
+    )
+    return out.transpose(-2, -3)
+
+
+def explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Two batched matrix products, the query heads of a group stacked as rows so that keys are not repeated."""
+    rows, tokens, heads, width = q.shape
+    kv_heads = k.shape[-2]
+    group = heads // kv_heads
+    if mask is None:
+        mask = causal_mask(tokens, device=q.device)
+    if mask.dim() == 4:
+        mask = mask[:, :, None]  # [B, 1, 1, T, T] over [B, K, G, T, T]
+    q = q.view(rows, tokens, kv_heads, group, width).permute(0, 2, 3, 1, 4).reshape(-1, group * tokens, width)
+    k = k.transpose(1, 2).reshape(-1, tokens, width)
+    v = v.transpose(1, 2).reshape(-1, tokens, width)
+    scores = torch.bmm(q * scale, k.transpose(1, 2)).view(rows, kv_heads, group, tokens, tokens)
+    weights = scores.float().masked_fill(~mask, float("-inf")).softmax(-1).to(v.dtype)
+    out = torch.bmm(weights.view(-1, group * tokens, tokens), v)
+    return out.view(rows, kv_heads, group, tokens, width).permute(0, 3, 1, 2, 4).reshape(rows, tokens, heads, width)

@@ -1,0 +1,87 @@
+"""Attention layers that know projections and positions, and nothing about caches or masks.
+
+Shapes: ``...`` any leading dims (``[B, T]`` in training, ``[N]`` packed when serving), D model width, H query heads,
+K key/value heads, d head width. Only the ``attend`` that is passed in lets one token see another; everything else
+here is token-wise, which is why one forward serves both layouts.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pellucid.config import ModelConfig
+from pellucid.model.layers import RMSNorm, linear_together
+from pellucid.model.rope import rotate
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """What one token leaves in the cache of one layer."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    value_in_key: bool = False
+    """The value is ``key[..., :value_dim]``; store one tensor."""
+
+    def elements_per_token(self) -> int:
+        return self.heads * (self.key_dim if self.value_in_key else self.key_dim + self.value_dim)
+
+
+class Attend(Protocol):
+    """Mix tokens: q ``[..., H, d]``, k and v ``[..., K, d]`` -> ``[..., H, d]``; H is a multiple of K.
+
+    ``layer`` counts from 0 and selects a cache or a mask; the keys arrive with their rotary embedding applied.
+    """
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor: ...
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with optional QK-norm (before the rotary embedding, as in Qwen3) and output gate.
+
+    The gate is ``sigmoid(gate_proj(x))``, one value for each element of the concatenated heads, x being the block's
+    normed input (Qiu et al. 2025, arXiv:2505.06708).
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.layer = layer
+        self.join = config.attend == "sdpa"  # "canonical" must compute alike with gradients and without
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        width, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=bias, device=device)
+        self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias, device=device)
+        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias, device=device)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=bias, device=device)
+        self.gate_proj = (
+            nn.Linear(width, self.heads * self.head_dim, bias=bias, device=device) if config.attention_gate else None
+        )
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, device) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, device) if config.qk_norm else None
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        return KVSpec(self.kv_heads, self.head_dim, self.head_dim)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """x ``[..., D]``, cos and sin ``[..., d / 2]`` (leading dims broadcast) -> ``[..., D]``."""
+        q, k, v = linear_together(x, (self.q_proj, self.k_proj, self.v_proj), join=self.join)
+        q = q.unflatten(-1, (self.heads, self.head_dim))
+        k = k.unflatten(-1, (self.kv_heads, self.head_dim))
+        v = v.unflatten(-1, (self.kv_heads, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        mixed = attend(self.layer, q, k, v, scale=self.head_dim**-0.5).flatten(-2)
+        if self.gate_proj is not None:
+            mixed = mixed * F.sigmoid(self.gate_proj(x))
+        out: Tensor = self.o_proj(mixed)
+        return out

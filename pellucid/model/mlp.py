@@ -1,0 +1,25 @@
+"""Feed-forward layers: token-wise, ``[..., D] -> [..., D]``."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pellucid.config import ModelConfig
+from pellucid.model.layers import linear_together
+
+
+class SwiGLU(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config: ModelConfig, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.join = config.attend == "sdpa"  # "canonical" must compute alike with gradients and without
+        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(width, inner, bias=bias, device=device)
+        self.up_proj = nn.Linear(width, inner, bias=bias, device=device)
+        self.down_proj = nn.Linear(inner, width, bias=bias, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = linear_together(x, (self.gate_proj, self.up_proj), join=self.join)
+        out: Tensor = self.down_proj(F.silu(gate) * up)
+        return out

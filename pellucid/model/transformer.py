@@ -1,0 +1,223 @@
+"""The decoder language model. It knows no cache, no loss and no process group.
+
+Parameter names are those of Hugging Face's Llama and Qwen3. Shapes: ``[B, T]`` rows of T tokens, or ``[N]`` tokens of
+several sequences packed; D model width, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pellucid.config import ModelConfig
+from pellucid.errors import ConfigError
+from pellucid.model.attend import WindowAttend
+from pellucid.model.attention import Attend, Attention, KVSpec
+from pellucid.model.canonical import CanonicalAttend
+from pellucid.model.layers import RMSNorm
+from pellucid.model.mlp import SwiGLU
+from pellucid.model.rope import Rotary
+
+
+class ModelOutput(NamedTuple):
+    """Logits ``[..., V]`` of the next token, and the normed hidden states ``[..., D]`` that they come from."""
+
+    logits: Tensor
+    hidden: Tensor
+
+
+class Block(nn.Module):
+    """One decoder layer: pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
+        self.self_attn = Attention(config, layer, device)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
+        self.mlp = SwiGLU(config, device)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        x = x + self._drop(self.self_attn(self.input_layernorm(x), cos, sin, attend))
+        return x + self._drop(self.mlp(self.post_attention_layernorm(x)))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class Decoder(nn.Module):
+    """Everything below the head, named as Hugging Face's ``model.*``."""
+
+    def __init__(self, config: ModelConfig, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device=device)
+        self.layers = nn.ModuleList(Block(config, i, device) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
+        self.rotary = Rotary(config)
+
+
+class Transformer(nn.Module):
+    """A decoder-only language model of the Llama and Qwen3 family.
+
+    Args:
+        config: its shape; ``vocab_size`` must be known.
+        generator: draws the initial weights (`init_weights`); None: torch's global generator.
+        device: where the weights live. On "meta" they have no storage and are not initialised: for loading with
+            ``load_state_dict(..., assign=True)``.
+
+    With a tied head there is no ``lm_head``: the head is the embedding's parameter, listed and saved once.
+    """
+
+    activation_checkpointing: bool = False
+    """Recompute each block in backward instead of keeping its activations."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if config.vocab_size < 1:
+            raise ConfigError("model.vocab_size is 0; set it, or take the vocabulary of the data's tokenizer")
+        self.config = config
+        self.model = Decoder(config, "meta")
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
+        )
+        target = torch.device(device) if device is not None else torch.get_default_device()
+        if target.type != "meta":
+            self.to_empty(device=target)
+            init_weights(self, generator)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        attend: Attend | None = None,
+        *,
+        rope_length: int | Tensor | None = None,
+    ) -> ModelOutput:
+        """Logits for ids ``[B, T]``, or packed ``[N]``; arguments as in `forward_hidden`."""
+        hidden = self.forward_hidden(tokens, positions, attend, rope_length=rope_length)
+        return ModelOutput(self.head(hidden), hidden)
+
+    def forward_hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        attend: Attend | None = None,
+        *,
+        rope_length: int | Tensor | None = None,
+    ) -> Tensor:
+        """The normed hidden states ``[..., D]`` that `head` turns into logits.
+
+        Args:
+            tokens: ids, int64, ``[B, T]`` or packed ``[N]``; packed ones need positions and attend.
+            positions: of each token in its sequence or document, from 0, shaped as tokens; None: 0, 1, ... in each row.
+            attend: what lets tokens see each other; None: `make_attend()`.
+            rope_length: the most tokens that a sequence will ever hold (prompt and answer), for "dynamic" rotary
+                scaling: one number, ``[B]``, or one per packed token; None: T.
+        """
+        if tokens.dim() == 1 and (positions is None or attend is None):
+            raise ValueError("packed tokens [N] need positions and attend; only [B, T] rows have defaults")
+        if positions is None:
+            positions = torch.arange(tokens.shape[-1], device=tokens.device)
+        if rope_length is None:
+            rope_length = tokens.shape[-1]
+        attend = attend or self.make_attend()
+        cos, sin = self.model.rotary(positions, rope_length)
+        x = self.model.embed_tokens(tokens)
+        if self.config.dropout:
+            x = F.dropout(x, self.config.dropout, self.training)
+        for block in self.model.layers:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, cos, sin, attend, use_reentrant=False)
+            else:
+                x = block(x, cos, sin, attend)
+        hidden: Tensor = self.model.norm(x)
+        return hidden
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits ``[..., V]`` of hidden states ``[..., D]``, in the dtype of the computation."""
+        if self.lm_head is None:
+            return F.linear(hidden, self.model.embed_tokens.weight)
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
+    def make_attend(self, document_ids: Tensor | None = None, *, compiled: bool | None = None) -> Attend:
+        """The attention of whole rows ``[B, T]``, for one batch: causal, inside each document only.
+
+        Args:
+            document_ids: int64 ``[B, T]``; a document is a run of equal ids in a row. Padding gets an id of its own.
+                None: each row is one document.
+            compiled: the model runs under torch.compile; None: whether it does right now.
+        """
+        if compiled is None:
+            compiled = torch.compiler.is_compiling()
+        if self.config.attend == "canonical":
+            return CanonicalAttend(self.layer_windows(), document_ids)
+        if document_ids is not None and not torch.compiler.is_compiling() and not _splits_rows(document_ids):
+            document_ids = None
+        return WindowAttend(self.layer_windows(), document_ids, compiled=compiled)
+
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer; None where a layer sees everything before it."""
+        config = self.config
+        return tuple(
+            config.sliding_window if i >= config.max_window_layers else None for i in range(config.num_hidden_layers)
+        )
+
+    def kv_specs(self) -> list[KVSpec]:
+        """What one token leaves in the cache, layer by layer."""
+        return [block.self_attn.kv_spec for block in self.model.layers]  # type: ignore[union-attr,misc]
+
+    def num_parameters(self, *, embedding: bool = True) -> int:
+        """Elements of all parameters, tied ones once; without ``embedding`` less those of the input embedding."""
+        total = sum(p.numel() for p in self.parameters())
+        return total if embedding else total - self.model.embed_tokens.weight.numel()
+
+    def flops_per_token(self, context: int) -> float:
+        """Floating-point operations of forward and backward for one token of rows of ``context`` tokens.
+
+        6 for each weight that is multiplied (the head once; the embedding look-up, norms and biases are free), and
+        12 * heads * head_dim a layer for each key that a token sees: context / 2 on average, fewer with a sliding
+        window. Recomputation by activation checkpointing is not counted.
+        """
+        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        if self.lm_head is None:
+            weights += self.model.embed_tokens.weight.numel()
+        keys = 0.0
+        for window in self.layer_windows():
+            seen = min(window or context, context)
+            keys += seen * (1 - seen / (2 * context))
+        return 6 * weights + 12 * keys * self.config.num_attention_heads * self.config.head_dim
+
+
+@torch.no_grad()
+def init_weights(model: Transformer, generator: torch.Generator | None = None) -> None:
+    """Draws every weight anew, in the order of ``named_parameters``.
+
+    Matrices are normal with ``initializer_range``, those that write into the residual stream (``o_proj``,
+    ``down_proj``) divided by sqrt(2 * layers); norms are 1, biases 0. A tied head leaves the embedding as drawn.
+    """
+    std = model.config.initializer_range
+    residual_std = std / (2 * model.config.num_hidden_layers) ** 0.5
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.dim() == 1:
+            parameter.fill_(1.0)
+        else:
+            drawn = torch.empty(parameter.shape, device=generator.device if generator else parameter.device)
+            drawn.normal_(0.0, residual_std if "o_proj" in name or "down_proj" in name else std, generator=generator)
+            parameter.copy_(drawn)
+
+
+def _splits_rows(document_ids: Tensor) -> bool:
+    return bool((document_ids != document_ids[:, :1]).any())

@@ -1,0 +1,7 @@
+"""Optimizers as classes, schedules as functions of the step, parameter groups."""
+
+from pellucid.optim.adamw import AdamWOptions, build_adamw
+from pellucid.optim.groups import parameter_groups
+from pellucid.optim.schedules import build_schedule
+
+__all__ = ["AdamWOptions", "build_adamw", "build_schedule", "parameter_groups"]

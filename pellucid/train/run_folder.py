@@ -1,0 +1,131 @@
+"""The folder of a run: who may write it, its configuration and its log."""
+
+import fcntl
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+from pellucid.checkpoint import files
+from pellucid.config import RunConfig, load_config, to_table, to_toml
+from pellucid.errors import ConfigError, StorageError
+
+CONFIG = "config.toml"
+METRICS = "metrics.jsonl"
+
+FIXED = ("model", "data", "strategy", "optim", "train.seed", "train.global_batch", "train.dtype")
+"""What a resumed run may not change. Other keys may, at the price of bit-exactness where they alter the arithmetic."""
+
+
+class RunFolder:
+    """An open run folder. One process holds it at a time; the lock goes with the process.
+
+    Raises:
+        ConfigError: the folder cannot be written, is used by a running process, or was used before and
+            ``resume`` was not asked for.
+    """
+
+    def __init__(self, path: str | Path, *, resume: bool) -> None:
+        self.path = Path(path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - held until close
+        except OSError as error:
+            raise ConfigError(
+                f"run folder {self.path} cannot be written ({error.strerror}); choose another --out"
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise ConfigError(f"run folder {self.path} is in use by another process; choose another --out") from None
+        used = [name for name in (CONFIG, METRICS, "checkpoints", "model") if (self.path / name).exists()]
+        if used and not resume:
+            self._lock.close()
+            raise ConfigError(
+                f"run folder {self.path} was used before (it has {used[0]}); add --resume or choose another --out"
+            )
+        self._log: TextIO | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are."""
+        return self.path / "checkpoints"
+
+    def check_unchanged(self, config: RunConfig) -> None:
+        """`ConfigError` if ``config`` differs from the run's own in a key that resuming cannot change; names it."""
+        if not (self.path / CONFIG).exists():
+            return
+        old, new = _flat(to_table(load_config(self.path / CONFIG))), _flat(to_table(config))
+        for key in sorted(old.keys() | new.keys()):
+            fixed = any(key == name or key.startswith(name + ".") for name in FIXED)
+            if fixed and old.get(key) != new.get(key) and key != "data.path":
+                raise ConfigError(
+                    f"{key} was {old.get(key)!r} in {self.path / CONFIG} and is {new.get(key)!r} now; "
+                    "resume with the same value, or start a new run with --init"
+                )
+
+    def write_config(self, config: RunConfig) -> None:
+        """Record the resolved configuration."""
+        replace_text(self.path / CONFIG, to_toml(config))
+
+    def open_log(self, step: int) -> None:
+        """Open the log for appending after cutting away what came after ``step``, and a torn last line."""
+        path = self.path / METRICS
+        keep = 0
+        if path.exists():
+            with open(path, "rb") as file:
+                for line in file:
+                    if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                        break
+                    keep += len(line)
+            os.truncate(path, keep)
+        self._log = open(path, "a", encoding="utf-8")  # noqa: SIM115 - held until close
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Append one line; a non-finite number becomes a string, None is left out."""
+        assert self._log is not None, "open_log() comes first"
+        try:
+            self._log.write(json.dumps(_plain(record), ensure_ascii=False) + "\n")
+            self._log.flush()
+        except OSError as error:
+            raise StorageError(f"cannot write {self.path / METRICS}: {error.strerror}") from error
+
+    def sync_log(self) -> None:
+        """On disk, before a checkpoint that relies on it is."""
+        files.sync(self.path / METRICS)
+
+    def close(self) -> None:
+        """Give the folder up."""
+        if self._log is not None:
+            self._log.close()
+        self._lock.close()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file at once."""
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items() if inner is not None}
+    return value
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

@@ -1,0 +1,211 @@
+"""From a configuration to the objects of a run, with every check that can be made before the first step."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from pellucid.checkpoint.model_folder import load_model
+from pellucid.config import ModelConfig, RunConfig, load_config, options_of, to_table
+from pellucid.data.batches import Loader, Windows
+from pellucid.data.shards import TokenData
+from pellucid.errors import ConfigError, DataError
+from pellucid.model import Transformer
+from pellucid.optim import build_schedule
+from pellucid.optim.schedules import Schedule
+from pellucid.parallel import Executor, create_executor
+from pellucid.parallel.executor import LossScaler
+from pellucid.parallel.world import resolve_device
+from pellucid.registry import lookup
+from pellucid.tokenizer import Tokenizer
+from pellucid.train.callbacks import Callback
+from pellucid.train.precision import resolve_dtype
+from pellucid.train.run_folder import CONFIG
+from pellucid.train.state import seed_everything
+from pellucid.train.strategies import Strategy
+
+
+@dataclass(slots=True)
+class Setup:
+    """Everything that a run is made of."""
+
+    config: RunConfig
+    """Resolved: vocabulary, dtype and number of steps are known."""
+    model: Transformer
+    wrapped: nn.Module
+    """What the loop calls; the model itself in mode none."""
+    optimizer: torch.optim.Optimizer
+    executor: Executor
+    schedule: Schedule
+    strategy: Strategy
+    loader: Loader
+    val_data: Windows | None
+    tokenizer: Tokenizer | None
+    data: TokenData | None
+    callbacks: list[Callback]
+    device: torch.device
+    dtype: torch.dtype
+    total_steps: int
+
+
+def prepare(
+    config: RunConfig,
+    model: Transformer | None = None,
+    strategy: Strategy | None = None,
+    callbacks: Sequence[Callback] = (),
+    train_data: Windows | None = None,
+    val_data: Windows | None = None,
+) -> Setup:
+    """Build and check a run; arguments as `Trainer` has them."""
+    device = resolve_device(config.train.device)
+    config = _resolve_dtype(config, device)
+    if config.train.compile and device.type == "cpu":
+        _require_compiler()
+    data = _open_data(config) if train_data is None else None
+    tokenizer = data.tokenizer() if data is not None else None
+    model, config = _build_model(config, model, data)
+    if data is not None:
+        train_data, val_data = _windows(config, data, val_data)
+    assert train_data is not None
+    loader = Loader(
+        train_data, global_batch=config.train.global_batch, micro_batch=config.train.micro_batch, seed=config.train.seed
+    )
+    total_steps = _total_steps(config, loader)
+    seed_everything(config.train.seed)
+    model.to(device)
+    model.activation_checkpointing = config.train.activation_checkpointing
+    entry = lookup("optimizer", config.optim.name)
+    options = options_of("optimizer", config.optim.name, config.optim.options)
+    optimizer: torch.optim.Optimizer = entry.target(model, config.optim.lr, options)
+    executor = create_executor(config.parallel.mode)
+    dtype = resolve_dtype(config.train.dtype, device)
+    wrapped = executor.prepare(model, optimizer, scaler=LossScaler() if dtype == torch.float16 else None)
+    return Setup(
+        config=config,
+        model=model,
+        wrapped=wrapped,
+        optimizer=optimizer,
+        executor=executor,
+        schedule=build_schedule(config.optim, total_steps),
+        strategy=strategy or build_strategy(config),
+        loader=loader,
+        val_data=val_data,
+        tokenizer=tokenizer,
+        data=data,
+        callbacks=_callbacks(config) + list(callbacks),
+        device=device,
+        dtype=dtype,
+        total_steps=total_steps,
+    )
+
+
+def build_strategy(config: RunConfig) -> Strategy:
+    """The registered strategy that a configuration names."""
+    options = options_of("strategy", config.strategy.name, config.strategy.options)
+    strategy: Strategy = lookup("strategy", config.strategy.name).target(options)
+    return strategy
+
+
+def context_of(config: RunConfig) -> int:
+    """Tokens a training sequence."""
+    return config.data.context or config.model.max_position_embeddings
+
+
+def _resolve_dtype(config: RunConfig, device: torch.device) -> RunConfig:
+    """Settle "auto", so that a resumed run computes as it began: a run's own choice stands."""
+    name: str = config.train.dtype
+    own = Path(config.train.out) / CONFIG
+    if name == "auto" and config.train.out and own.is_file():
+        name = load_config(own).train.dtype
+    name = str(resolve_dtype(name, device)).removeprefix("torch.")
+    return replace(config, train=replace(config.train, dtype=name))  # type: ignore[arg-type]
+
+
+def _open_data(config: RunConfig) -> TokenData:
+    if not config.data.path:
+        raise ConfigError("data.path is not set; give a folder made by `pellucid prepare`")
+    return TokenData.open(config.data.path)
+
+
+def _build_model(config: RunConfig, model: Transformer | None, data: TokenData | None) -> tuple[Transformer, RunConfig]:
+    """The model to train, in float32, and the configuration with the model's own shape in it."""
+    vocab_size = data.vocab_size if data is not None else config.model.vocab_size
+    if model is None and config.train.init:
+        model = _initial_model(config, data)
+    elif model is None:
+        shape = config.model if config.model.vocab_size else replace(config.model, vocab_size=vocab_size)
+        generator = torch.Generator().manual_seed(config.train.seed)
+        model = Transformer(shape, generator=generator)
+    if data is not None and model.config.vocab_size < data.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size {model.config.vocab_size} is smaller than the vocabulary of {config.data.path} "
+            f"({data.vocab_size}); use the tokenizer of this data, or a larger model.vocab_size"
+        )
+    config = replace(config, model=model.config)
+    if context_of(config) > config.model.max_position_embeddings:
+        raise ConfigError(
+            f"data.context {config.data.context} is longer than model.max_position_embeddings "
+            f"{config.model.max_position_embeddings}; shorten it or raise the window"
+        )
+    return model, config
+
+
+def _initial_model(config: RunConfig, data: TokenData | None) -> Transformer:
+    loaded = load_model(config.train.init, device="cpu", dtype="float32")
+    if data is not None and loaded.tokenizer is not None and loaded.tokenizer.sha256 != data.tokenizer_sha256:
+        raise DataError(
+            f"{config.train.init} and {config.data.path} have different tokenizers; "
+            f"prepare the data with --tokenizer {config.train.init}"
+        )
+    kept = replace(loaded.config, dropout=config.model.dropout, attend=config.model.attend)
+    if config.model != ModelConfig():
+        theirs, ours = (
+            to_table(kept),
+            to_table(replace(config.model, vocab_size=config.model.vocab_size or kept.vocab_size)),
+        )
+        for key, value in ours.items():
+            if value != theirs[key]:
+                raise ConfigError(
+                    f"model.{key} is {value!r}, but {config.train.init} has {theirs[key]!r}; "
+                    "leave the [model] table out, or start without --init"
+                )
+    model = Transformer(kept, device="meta")
+    model.load_state_dict(loaded.model.state_dict(), assign=True)
+    return model
+
+
+def _windows(config: RunConfig, data: TokenData, val_data: Windows | None) -> tuple[Windows, Windows | None]:
+    context = context_of(config)
+    train = data.split("train")
+    if train.num_tokens <= context:
+        raise DataError(
+            f"{config.data.path} has {train.num_tokens:,} training tokens, fewer than one window of {context:,}; "
+            "prepare more text or lower data.context"
+        )
+    if val_data is None and "val" in data.index.splits:
+        val_data = Windows(data.split("val"), context, score_once=True)
+    return Windows(train, context, config.data.stride), val_data
+
+
+def _total_steps(config: RunConfig, loader: Loader) -> int:
+    if config.train.steps is not None:
+        return config.train.steps
+    if config.train.epochs is not None:
+        return config.train.epochs * loader.steps_per_epoch
+    raise ConfigError("set train.steps or train.epochs: how long the run is")
+
+
+def _callbacks(config: RunConfig) -> list[Callback]:
+    return [lookup("callback", name).target(options) for name, options in config.callbacks.items()]
+
+
+def _require_compiler() -> None:
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None and shutil.which("clang++") is None:
+        raise ConfigError(
+            f"train.compile needs a C++ compiler and {compiler} is not on PATH; install g++, set CXX, or leave train.compile off"
+        )
