@@ -120,6 +120,15 @@ class ModelConfig:
         )
         if self.rope_scaling is not None:
             _check_rope_scaling(self.rope_scaling)
+            kind = self.rope_scaling["rope_type"]
+            _require(
+                kind not in ("ntk", "dynamic") or self.head_dim > 2,
+                f"model.rope_scaling.rope_type {kind!r} needs model.head_dim above 2, got {self.head_dim}",
+            )
+            _require(
+                kind != "yarn" or self.rope_theta > 1,
+                f"model.rope_scaling.rope_type 'yarn' needs model.rope_theta above 1, got {self.rope_theta}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -342,7 +351,7 @@ def build(cls: type[ConfigT], table: dict[str, Any], path: str = "") -> ConfigT:
         for key in extra:
             if key not in own:
                 known = [name for name in by_name if name != "options"] + own
-                raise ConfigError(f"unknown key {path}{key} for {kind} {entry.name!r}{_suggest(path, key, known)}")
+                raise ConfigError(f"unknown key {path}{key}{_suggest(path, key, known, f' of {kind} {entry.name!r}')}")
         values["options"] = build(entry.config, extra, path)
     elif extra:
         key = next(iter(extra))
@@ -495,9 +504,9 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     return value
 
 
-def _suggest(path: str, key: str, known: list[str]) -> str:
+def _suggest(path: str, key: str, known: list[str], owner: str = "") -> str:
     close = nearest(key, known)
-    return close.replace("did you mean ", f"did you mean {path}") or f"; known: {', '.join(known)}"
+    return close.replace("did you mean ", f"did you mean {path}") or f"; known keys{owner}: {', '.join(known)}"
 
 
 def _require(ok: bool, message: str) -> None:
@@ -514,7 +523,6 @@ _ROPE_KEYS = {
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
 }
 _ROPE_OPTIONAL = {
-    "dynamic": {"original_max_position_embeddings"},
     "yarn": {
         "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
         "truncate",
@@ -524,7 +532,7 @@ _ROPE_OPTIONAL = {
 
 def _check_rope_scaling(scaling: dict[str, Any]) -> None:
     kind = scaling.get("rope_type")
-    if kind not in _ROPE_KEYS:
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         known = list(_ROPE_KEYS)
         close = nearest(str(kind), known)
         raise ConfigError(f"model.rope_scaling.rope_type is {kind!r}{close}; known: {', '.join(known)}")
@@ -533,10 +541,17 @@ def _check_rope_scaling(scaling: dict[str, Any]) -> None:
         raise ConfigError(f"model.rope_scaling lacks {', '.join(sorted(missing))} for rope_type {kind!r}")
     if unknown := keys - _ROPE_KEYS[kind] - _ROPE_OPTIONAL.get(kind, set()):
         raise ConfigError(f"model.rope_scaling.{min(unknown)} is not known to rope_type {kind!r}")
-    for key in keys - {"truncate"}:
-        value, least = scaling[key], 1 if key == "factor" else 0
+    for key in sorted(keys - {"truncate"}):
+        value, least = scaling[key], 1 if key in ("factor", "original_max_position_embeddings") else 0
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value < math.inf:
             raise ConfigError(f"model.rope_scaling.{key} must be a number of at least {least}, got {value!r}")
+    if not isinstance(scaling.get("truncate", True), bool):
+        raise ConfigError(f"model.rope_scaling.truncate must be true or false, got {scaling['truncate']!r}")
+    if kind == "llama3" and not 0 < scaling["low_freq_factor"] < scaling["high_freq_factor"]:
+        raise ConfigError(
+            f"model.rope_scaling.low_freq_factor {scaling['low_freq_factor']} must be positive and below "
+            f"high_freq_factor {scaling['high_freq_factor']}"
+        )
 
 
 # -- writing ------------------------------------------------------------------------------------------------

@@ -11,3 +11,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 
 torch.set_num_threads(1)
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def data_folder(tmp_path_factory):
+    """300 kB of generated stories with a vocabulary of 400, prepared. Tests must not change it."""
+    from pellucid.data.prepare import PrepareOptions, prepare
+
+    out = tmp_path_factory.mktemp("data") / "stories"
+    prepare(PrepareOptions(inputs=("sample:stories",), out=out, vocab_size=400, size="300kB", workers=1, val_fraction=0.05))
+    return out

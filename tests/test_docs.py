@@ -182,6 +182,8 @@ def missing(name: str) -> str | None:
         return None if flag in all_flags() else f"no command takes {flag}"
     if re.match(r"(pellucid|torch)(\.\w+)+$", name):
         return import_fault(name)
+    if re.match(r"(tests|docs|configs|bench|pellucid)/[\w./-]*$", name):
+        return None if (ROOT / name).exists() else f"no file {name}"
     if name.endswith(".weight"):
         return None if name in weight_names() else f"no weight {name}"
     key = name.partition(" = ")[0]

@@ -194,6 +194,8 @@ def _read_foreign(table: dict[str, Any]) -> ModelConfig:
     _refuse_unknown(kind, table)
     if missing := [name for name in _SHAPE if table.get(name) is None]:
         raise ConfigError(f"config.json lacks {', '.join(missing)}")
+    if not isinstance(table["num_hidden_layers"], int):
+        raise ConfigError(f"config.json: num_hidden_layers must be a whole number, got {table['num_hidden_layers']!r}")
     values = {name: table[name] for name in _SHAPE}
     values |= {name: table.get(name, default) for name, default in _FIELDS[kind].items()}
     for name in ("num_key_value_heads", "head_dim"):
@@ -202,7 +204,7 @@ def _read_foreign(table: dict[str, Any]) -> ModelConfig:
         values["qk_norm"] = True
     if kind in ("mistral", "qwen3"):
         values |= _windows(kind, table)
-    elif any(layer != "full_attention" for layer in table.get("layer_types") or []):
+    elif table.get("layer_types") not in (None, ["full_attention"] * values["num_hidden_layers"]):
         raise ConfigError(f"config.json: layer_types must all be full_attention for model_type {kind!r}")
     theta, scaling = _rope(table)
     return build(ModelConfig, values | {"rope_theta": theta, "rope_scaling": scaling}, "config.json: ")
@@ -227,7 +229,12 @@ def _windows(kind: str, table: dict[str, Any]) -> dict[str, Any]:
     keys = {name: table.get(name, default) for name, default in _WINDOW_KEYS[kind].items()}
     layers, types = table["num_hidden_layers"], table.get("layer_types")
     window = keys["sliding_window"] if keys.get("use_sliding_window", True) else None
-    full = min(keys.get("max_window_layers") or 0, layers) if window is not None else layers
+    full = keys.get("max_window_layers") or 0
+    if not isinstance(full, int):
+        raise ConfigError(f"config.json: max_window_layers must be a whole number, got {_brief(full)}")
+    if types is not None and not isinstance(types, list):
+        raise ConfigError(f"config.json: layer_types must be a list, got {_brief(types)}")
+    full = min(full, layers) if window is not None else layers
     expected = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
     if kind == "qwen3" and types is not None and types != expected:  # transformers goes by the list
         full = types.count("full_attention")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,9 +128,7 @@ def model_files(
         stop = list(tokenizer.stop_ids)
         generation = ids | {"eos_token_id": stop if len(stop) > 1 else tokenizer.eos_id}
         contents["generation_config.json"] = _json(generation)
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer.save(folder)
-            contents |= {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
+        contents |= tokenizer.files(model_max_length=model.config.max_position_embeddings)
     contents["config.json"] = _json(to_hf_config(model.config, dtype=str(dtype).removeprefix("torch."), **ids))
     contents["README.md"] = _card(model, facts or {}).encode()
     return contents

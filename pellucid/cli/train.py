@@ -1,13 +1,13 @@
 """`pellucid train`."""
 
 import argparse
-import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pellucid.cli.output import duration, notice
 from pellucid.config import RunConfig, load_config
-from pellucid.errors import ConfigError
+from pellucid.errors import ConfigError, PellucidError
 
 if TYPE_CHECKING:
     from pellucid.train import Trainer
@@ -74,12 +74,19 @@ def train(config: RunConfig, *, resume: bool = False, dry_run: bool = False, qui
     forecast.refuse_if_too_large()
     if dry_run:
         return trainer
+    run = Path(config.train.out)
     try:
         state = trainer.train(resume=resume)
+    except ConfigError:  # the folder is somebody else's
+        raise
+    except BaseException:
+        if (run / "metrics.jsonl").is_file():
+            with suppress(PellucidError):  # what went wrong first is what matters
+                build_report(run)
+        raise
     finally:
         progress.close()
-        if (Path(config.train.out) / "metrics.jsonl").is_file() and sys.exc_info()[0] is not ConfigError:
-            build_report(Path(config.train.out))
+    build_report(run)
     why = f" ({trainer.stop_reason})" if trainer.stop_reason else ""
     print(
         f"{config.train.out}: step {state.step:,} of {trainer.setup.total_steps:,}{why} in {duration(progress.seconds)}"

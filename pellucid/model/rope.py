@@ -97,7 +97,7 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
 def _llama3(plain: Tensor, scaling: dict[str, Any]) -> Tensor:
     """Slow rotations are divided by the factor, fast ones kept, those between blended (Llama 3.1's release)."""
     low, high, factor = (float(scaling[key]) for key in ("low_freq_factor", "high_freq_factor", "factor"))
-    turns = plain * scaling["original_max_position_embeddings"] / (2 * math.pi)  # in the original window
+    turns = plain * float(scaling["original_max_position_embeddings"]) / (2 * math.pi)  # in the original window
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return plain * (1 - keep) / factor + plain * keep
 

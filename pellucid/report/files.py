@@ -22,7 +22,7 @@ class Sample:
     verdict: str
     """What a checker said of it, or nothing."""
     good: bool | None
-    """The verdict where it is yes or no."""
+    """Whether it said yes: true or "ok"; None where nothing was said."""
 
 
 def read_samples(path: Path) -> tuple[list[Sample], int]:
@@ -100,17 +100,16 @@ def count_parameters(folder: Path) -> tuple[int, int]:
 
 def _sample(record: dict[str, Any]) -> Sample:
     verdict = record.get("verdict")
-    good = verdict if isinstance(verdict, bool) else None
-    words = {True: "passes", False: "fails", None: ""}[good] if good is not None or verdict is None else _text(verdict)
-    return Sample(
-        _text(record.get("kind", "text")), _text(record.get("prompt", "")), _text(record.get("text", "")), words, good
-    )
+    good = None if verdict is None else verdict in (True, "ok")
+    words = {True: "passes", False: "fails"}[verdict] if isinstance(verdict, bool) else _text(verdict)
+    kind, prompt, text = (_text(record.get(key)) for key in ("kind", "prompt", "text"))
+    return Sample(kind or "text", prompt, text, words, good)
 
 
 def _text(value: object) -> str:
-    """A string as it is, messages as lines of a conversation, anything else as JSON."""
-    if isinstance(value, str):
-        text = value
+    """A string as it is, messages as lines of a conversation, None as nothing, anything else as JSON."""
+    if value is None or isinstance(value, str):
+        text = value or ""
     elif (
         isinstance(value, list)
         and value

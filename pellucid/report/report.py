@@ -98,6 +98,7 @@ def _contents(run: Path) -> dict[str, Any]:
     log = read_log(run / "metrics.jsonl")
     samples, num_samples = read_samples(run / "samples.jsonl")
     config_text = read_text(run / "config.toml")
+    judged = [sample.good for sample in samples if sample.good is not None]
     drawn = charts(log)
     return {
         "title": run.resolve().name,
@@ -109,6 +110,7 @@ def _contents(run: Path) -> dict[str, Any]:
         "data": [chart.data() for chart in drawn],
         "samples": samples,
         "num_samples": num_samples,
+        "judged": f"{sum(judged)} of {len(judged)} pass" if judged else "",
         "evaluation": _tables(read_object(run / "evaluation.json")),
         "config": _marked_toml(config_text),
         "facts": _model_facts(run),
@@ -152,7 +154,7 @@ def _cards(log: RunLog, config: dict[str, Any]) -> list[tuple[str, str, str]]:
         cards.append(("validation loss", f"{numbers['validation_loss']:.4f}", best))
         if numbers["validation_loss"] < 700:
             perplexity = math.exp(numbers["validation_loss"])
-            cards.append(("validation perplexity", f"{perplexity:,.4g}", "exp of the loss"))
+            cards.append(("perplexity", f"{perplexity:,.4g}", "exp of validation loss"))
     if "tokens" in numbers:
         cards.append(("tokens seen", format_count(numbers["tokens"]), f"{numbers['tokens']:,}"))
     if "tokens_per_s" in numbers:

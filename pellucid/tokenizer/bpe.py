@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from pellucid.errors import ConfigError, DataError, RequestError
 from pellucid.tokenizer.chat import CHATML, ChatTemplate, Message, Segment
 from pellucid.tokenizer.fast import FastEncoder
-from pellucid.tokenizer.folder import named_token, read_files, template_source, write_files
+from pellucid.tokenizer.folder import file_contents, named_token, read_files, template_source, write_files
 from pellucid.tokenizer.marked import MarkedTokenizer, cuts_at_control_tokens
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -77,9 +77,13 @@ class Tokenizer:
         Args:
             model_max_length: the model's window in tokens, recorded for others; None keeps what was there.
         """
+        write_files(Path(folder), self.files(model_max_length=model_max_length))
+
+    def files(self, *, model_max_length: int | None = None) -> dict[str, bytes]:
+        """What `save` writes, by file name."""
         limit = {} if model_max_length is None else {"model_max_length": model_max_length}
         template = {} if self.chat_template is None else {"chat_template": self._config.get("chat_template")}
-        write_files(Path(folder), self._text, self._config | template | limit)
+        return file_contents(self._text, self._config | template | limit)
 
     @cached_property
     def sha256(self) -> str:

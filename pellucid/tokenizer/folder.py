@@ -52,12 +52,18 @@ def read_files(path: Path) -> Files:
     return Files(text, config, str(file))
 
 
-def write_files(folder: Path, text: str, config: dict[str, Any]) -> None:
+def file_contents(text: str, config: dict[str, Any]) -> dict[str, bytes]:
+    """Both files by name."""
+    table = json.dumps(config, ensure_ascii=False, indent=2) + "\n"
+    return {TOKENIZER_FILE: text.encode(), CONFIG_FILE: table.encode()}
+
+
+def write_files(folder: Path, contents: dict[str, bytes]) -> None:
     """Writes both files; StorageError where the disk refuses."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / TOKENIZER_FILE).write_bytes(text.encode())
-        (folder / CONFIG_FILE).write_bytes((json.dumps(config, ensure_ascii=False, indent=2) + "\n").encode())
+        for name, data in contents.items():
+            (folder / name).write_bytes(data)
         (folder / TEMPLATE_FILE).unlink(missing_ok=True)  # it would win over the template in the config
     except OSError as error:
         raise StorageError(f"{folder}: the tokenizer cannot be written ({error.strerror})") from error

@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from pellucid.checkpoint import files
 from pellucid.checkpoint.model_folder import load_weights, model_files, save_model, weights_of
 from pellucid.checkpoint.store import CheckpointStore, Snapshot, load_newest
 from pellucid.config import to_toml
@@ -41,6 +42,9 @@ class RunWriter:
         self.folder.write_config(self.setup.config)
         self.folder.open_log(step)
         self.last_saved = step if step else None
+        final = self.folder.path / "model"
+        if final.exists() and step < self.setup.total_steps and not self.stopped_by_callback:
+            files.remove(final)  # it is of fewer steps; until this run ends, the newest checkpoint is the model
 
     def save(self, state: TrainState) -> None:
         """Take a copy of everything and write it, in the background if ``train.async_save``."""

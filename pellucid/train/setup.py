@@ -29,6 +29,10 @@ from pellucid.train.state import seed_everything
 from pellucid.train.strategies import Strategy
 
 
+VERIFIED_BYTES = 2 * 2**30
+"""Data up to this size is checked against its hashes before the first step, about a second a GiB; `inspect` checks any."""
+
+
 @dataclass(slots=True)
 class Setup:
     """Everything that a run is made of."""
@@ -128,7 +132,11 @@ def _resolve_dtype(config: RunConfig, device: torch.device) -> RunConfig:
 def _open_data(config: RunConfig) -> TokenData:
     if not config.data.path:
         raise ConfigError("data.path is not set; give a folder made by `pellucid prepare`")
-    return TokenData.open(config.data.path)
+    data = TokenData.open(config.data.path)
+    size = sum(file.stat().st_size for file in data.folder.glob("*.bin"))
+    if size <= VERIFIED_BYTES:
+        data.verify()
+    return data
 
 
 def _build_model(config: RunConfig, model: Transformer | None, data: TokenData | None) -> tuple[Transformer, RunConfig]:

@@ -290,7 +290,7 @@ def test_two_plots_with_the_same_people_and_things_do_not_mix() -> None:
         shared = first.steps[: at + 1] == second.steps[: at + 1] or first.steps[:at] == second.steps[:at]
         if first.objects is not second.objects or shared:
             continue
-        forms = {}
+        forms: dict[str, str] = {}
         for lexicon in {*first.slots.values(), *second.slots.values()}:
             forms |= lexicon.forms[rng.choice(lexicon.values)]
         steps = (*first.steps[:at], *second.steps[at:])

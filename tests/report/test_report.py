@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pellucid.errors import DataError, StorageError
 from pellucid.report import build_report
 from pellucid.report.chart import Chart, Curve, ticks
+from pellucid.report.files import read_samples
 from pellucid.report.metrics import MAX_POINTS, Series, means, read_log, thin
 from pellucid.report.report import final_numbers
 
@@ -145,6 +146,17 @@ def test_text_of_the_run_never_becomes_markup(run: Path) -> None:
     assert not any("alert(" in text for text in page.scripts)
 
 
+def test_a_verdict_may_be_a_word_with_ok_for_yes(tmp_path: Path) -> None:
+    verdicts = [True, "ok", False, "the name changes", None]
+    lines = [json.dumps({"kind": "story", "prompt": None, "text": "t", "verdict": verdict}) for verdict in verdicts]
+    (tmp_path / "samples.jsonl").write_text("\n".join(lines))
+    samples, total = read_samples(tmp_path / "samples.jsonl")
+    assert total == 5
+    assert [sample.verdict for sample in samples] == ["passes", "ok", "fails", "the name changes", ""]
+    assert [sample.good for sample in samples] == [True, True, False, False, None]
+    assert {sample.prompt for sample in samples} == {""}
+
+
 def test_it_shows_the_numbers_of_the_run(run: Path) -> None:
     page = page_of(run)
     losses = [3.0 / i for i in range(1, 41)]
@@ -154,7 +166,7 @@ def test_it_shows_the_numbers_of_the_run(run: Path) -> None:
         f"{math.e**3:,.4g}",
         "4k", "4,000",  # tokens
         "220/s", "20.0 s", "of 50",
-        "passes", "fails", "user: Who?",
+        "passes", "fails", "1 of 3 pass", "user: Who?",
         "1.25", "2,000",  # evaluation
         "16", "64 B", "384",  # 3 * 5 + 1 parameters
         "step 40",

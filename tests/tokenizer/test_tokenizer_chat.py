@@ -135,6 +135,24 @@ def test_generation_markers_give_the_mask_of_transformers(own: Tokenizer, tmp_pa
     assert 0 < sum(mask) < len(mask)
 
 
+def test_a_token_that_begins_before_the_answer_is_learnt_as_in_transformers(
+    chatty: dict[str, Path], tmp_path: Path
+) -> None:
+    template = (
+        "{{ bos_token }}{% for m in messages %}{{ m['role'] + ': ' }}{% if m['role'] == 'assistant' %}"
+        "{% generation %}{{ m['content'] + eos_token }}{% endgeneration %}{% else %}{{ m['content'] + ' ' }}{% endif %}{% endfor %}"
+    )
+    with_template(Tokenizer.load(chatty["sentencepiece"]), template).save(tmp_path)
+    messages = talk("The fox", "ran over the hill", "and", "then it slept")
+    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ours = Tokenizer.load(tmp_path)
+    ids, mask = ours.encode_chat_with_mask(messages)
+    assert (ids, [int(keep) for keep in mask]) == (theirs["input_ids"], theirs["assistant_masks"])
+    assert learnt(ours, messages) == ["ran over the hill</s>", "then it slept</s>"]
+
+
 # -- labels -------------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +284,16 @@ def test_control_tokens_of_one_character_are_kept_from_users_too(tmp_path: Path)
     ids = tokenizer.encode_chat(messages)
     assert controls(tokenizer, ids) == [tokenizer.special_tokens["☺"]] * 2
     assert tokenizer.decode(ids, skip_special=False) == "a☺b☺☺☺"
+
+
+def test_control_tokens_that_overlap_themselves_are_kept_from_users_too(tmp_path: Path) -> None:
+    hf = llama3()
+    hf.add_special_tokens(["::a::"])
+    tokenizer = Tokenizer.load(
+        write(tmp_path, hf, chat_template="{% for m in messages %}{{ m['content'] }}::a::{% endfor %}")
+    )
+    ids = tokenizer.encode_chat(talk("::a::a::", ": ::a::a::b"))
+    assert controls(tokenizer, ids) == [tokenizer.special_tokens["::a::"]] * 2
 
 
 def test_tool_calls_and_other_fields_are_text_as_well(own: Tokenizer) -> None:

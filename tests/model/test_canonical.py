@@ -1,0 +1,139 @@
+"""Bits, not closeness. What matrix products outside of attention do is the processor's choice, so whole models are
+compared only where a probe finds that this one's linears do not depend on the number of rows (from four on)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pellucid.config import ModelConfig
+from pellucid.model import Transformer
+from pellucid.model.attend import fused_attention
+from pellucid.model.canonical import TILE, CanonicalAttend, canonical_attention
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def heads(tokens: int, h: int, k: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(tokens)
+    return tuple(torch.randn(tokens, n, d, generator=g).to(dtype) for n in (h, k, k))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("h", "k", "d"), [(6, 2, 64), (4, 4, 16), (8, 2, 128)])
+def test_a_token_decoded_alone_has_the_bits_of_the_whole_sequence(
+    threads: int, dtype: torch.dtype, h: int, k: int, d: int
+) -> None:
+    q, keys, values = heads(83, h, k, d, dtype)
+    whole = canonical_attention(q, keys, values, start=0, scale=d**-0.5)
+    for p in range(83):
+        alone = canonical_attention(q[p : p + 1], keys[: p + 1], values[: p + 1], start=p, scale=d**-0.5)
+        assert torch.equal(alone[0], whole[p]), p
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chunks_of_any_length_and_more_keys_than_one_block_have_the_same_bits(threads: int, dtype: torch.dtype) -> None:
+    q, keys, values = heads(600, 6, 2, 32, dtype)
+    whole = canonical_attention(q, keys, values, start=0, scale=0.2, window=100)
+    start = 0
+    for length in (1, 7, 16, 300, 3, 250, 23):
+        stop = start + length
+        chunk = canonical_attention(q[start:stop], keys[:stop], values[:stop], start=start, scale=0.2, window=100)
+        assert torch.equal(chunk, whole[start:stop])
+        start = stop
+    assert start == 600
+
+
+def test_it_is_causal_attention() -> None:
+    q, k, v = heads(45, 6, 2, 16, torch.float32)
+    expected = fused_attention(q[None], k[None], v[None], None, 0.25)[0]
+    torch.testing.assert_close(canonical_attention(q, k, v, start=0, scale=0.25), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_it_has_the_gradients_of_causal_attention() -> None:
+    gradients = []
+    for fused in (False, True):
+        leaves = [x.clone().requires_grad_() for x in heads(21, 4, 2, 16, torch.float32)]
+        rows = [x[None] for x in leaves]
+        out = fused_attention(*rows, None, 0.25) if fused else CanonicalAttend((None,))(0, *rows, scale=0.25)
+        out.square().sum().backward()
+        gradients.append([leaf.grad for leaf in leaves])
+    for canonical, fused_one in zip(*gradients, strict=True):
+        assert canonical is not None and canonical.abs().max() > 0.1
+        torch.testing.assert_close(canonical, fused_one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_documents_have_the_bits_that_they_have_alone(dtype: torch.dtype) -> None:
+    q, k, v = (x[None] for x in heads(50, 6, 2, 32, dtype))
+    ids = torch.tensor([[0] * 9 + [1] * 22 + [2] * 19])  # tiles are not aligned with the row
+    packed = CanonicalAttend((None,), ids)(0, q, k, v, scale=0.2)
+    plain = CanonicalAttend((None,))
+    for a, b in ((0, 9), (9, 31), (31, 50)):
+        assert torch.equal(packed[:, a:b], plain(0, q[:, a:b], k[:, a:b], v[:, a:b], scale=0.2))
+    assert not torch.equal(packed, plain(0, q, k, v, scale=0.2))
+
+
+def test_a_row_has_the_same_bits_in_every_batch() -> None:
+    q, k, v = (torch.stack([x, x.flip(0), x * 0.5]) for x in heads(30, 6, 2, 32, torch.float32))
+    attend = CanonicalAttend((None,))
+    batch = attend(0, q, k, v, scale=0.2)
+    for row in range(3):
+        one = slice(row, row + 1)
+        assert torch.equal(batch[one], attend(0, q[one], k[one], v[one], scale=0.2))
+
+
+class Decoding:
+    """Remembers keys and values of one sequence; the rows after the first of each call are padding."""
+
+    def __init__(self, layers: int) -> None:
+        self.seen: list[list[Tensor]] = [[] for _ in range(layers)]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+        seen = self.seen[layer]
+        seen.append(torch.stack([k[0], v[0]]))
+        keys, values = torch.stack(seen, 1)
+        out = canonical_attention(q[:1], keys, values, start=len(seen) - 1, scale=scale)
+        return torch.cat([out, torch.zeros_like(q[1:])])
+
+
+def row_count_matters(model: Transformer, rows: int, dtype: torch.dtype) -> bool:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            x = torch.randn(rows, module.in_features).to(dtype)
+            if not torch.equal(F.linear(x, module.weight)[:TILE], F.linear(x[:TILE], module.weight)):
+                return True
+    return False
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True, "attention_gate": True, "tie_word_embeddings": False}])
+def test_decoding_a_model_token_by_token_gives_the_bits_of_the_training_forward(
+    threads: int, dtype: torch.dtype, changes: dict[str, Any]
+) -> None:
+    config = ModelConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attend="canonical", **changes,
+    )  # fmt: skip
+    model = Transformer(config, generator=torch.Generator().manual_seed(0)).to(dtype)
+    if row_count_matters(model, 2 * 41, dtype):
+        pytest.skip("on this processor the bits of a linear depend on the number of rows")
+    tokens = torch.randint(0, 64, (2, 41), generator=torch.Generator().manual_seed(1))
+    whole = model(tokens).logits[0]
+    attend = Decoding(2)
+    for p in range(41):
+        row = torch.cat([tokens[0, p : p + 1], torch.zeros(TILE - 1, dtype=torch.long)])
+        with torch.no_grad():
+            alone = model(row, torch.full((TILE,), p), attend).logits[0]
+        assert torch.equal(alone, whole[p]), p
