@@ -12,7 +12,11 @@ import torch
 
 torch.set_num_threads(1)
 
-import pytest
+import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+settings.register_profile("pellucid", deadline=None)  # a busy machine is no fault of the code
+settings.load_profile("pellucid")
 
 
 @pytest.fixture(scope="session")

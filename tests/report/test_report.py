@@ -19,7 +19,7 @@ from pellucid.report import build_report
 from pellucid.report.chart import Chart, Curve, ticks
 from pellucid.report.files import read_samples
 from pellucid.report.metrics import MAX_POINTS, Series, means, read_log, thin
-from pellucid.report.report import final_numbers
+from pellucid.report.report import _embedded, final_numbers
 
 ATTACK = "</script><script>alert('x')</script><img src=x onerror=alert(1)> & \"quotes\" ]]>"
 
@@ -144,6 +144,12 @@ def test_text_of_the_run_never_becomes_markup(run: Path) -> None:
     for place in (ATTACK, "odd " + ATTACK, "run <b> & 1", f"# {ATTACK}"):
         assert page.says(place), place
     assert not any("alert(" in text for text in page.scripts)
+
+
+def test_embedded_data_cannot_end_its_script() -> None:
+    text = _embedded(ATTACK)
+    assert not set("<>&") & set(text)
+    assert json.loads(text) == ATTACK
 
 
 def test_a_verdict_may_be_a_word_with_ok_for_yes(tmp_path: Path) -> None:
