@@ -25,5 +25,7 @@ def data_folder(tmp_path_factory):
     from pellucid.data.prepare import PrepareOptions, prepare
 
     out = tmp_path_factory.mktemp("data") / "stories"
-    prepare(PrepareOptions(inputs=("sample:stories",), out=out, vocab_size=400, size="300kB", workers=1, val_fraction=0.05))
+    prepare(
+        PrepareOptions(inputs=("sample:stories",), out=out, vocab_size=400, size="300kB", workers=1, val_fraction=0.05)
+    )
     return out

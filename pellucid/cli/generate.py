@@ -116,7 +116,7 @@ def encode_record(loaded: "Loaded", table: dict[str, Any]) -> list[int]:
 def run_prompt(args: argparse.Namespace, loaded: "Loaded", job: Job) -> int:
     """One prompt: its text on stdout, or one object. `PellucidError` if it failed."""
     records = []
-    for sample, result in answers(loaded, [job], args.batch_size)[0]:
+    for _, sample, result in finished(loaded, [job], args.batch_size):
         if result.finish_reason == "error":
             raise PellucidError(failure(job, result))
         records.append(record_of(loaded, job, sample, result, logprobs=args.logprobs))
@@ -136,34 +136,42 @@ def run_prompts(args: argparse.Namespace, loaded: "Loaded", jobs: list[Job]) -> 
     """Every record: a line each, in OUT.jsonl or on stdout. 1 if one of them failed; it then has no line."""
     keys = [(job.id, sample) for job in jobs for sample in range(job.params.n)]
     out = OutFile(Path(args.out), keys) if args.out is not None else None
-    todo = [job for job in jobs if out is None or any((job.id, s) not in out for s in range(job.params.n))]
-    kept = sum(out is not None and key in out for key in keys)
-    if kept:
-        notice(f"{args.out}: {kept:,} of {len(keys):,} results are there already")
-    failures, tokens, start = 0, 0, time.monotonic()
-    with Progress("generate", len(todo), quiet=args.quiet) as bar:
-        done = 0
-        for batch in batches_of(todo, args.batch_size):
-            for job, results in zip(batch, answers(loaded, batch, args.batch_size), strict=True):
-                for sample, result in results:
-                    tokens += len(result.ids)
-                    if result.finish_reason == "error":
-                        failures += 1
-                        notice(f"pellucid: {failure(job, result)}")
-                    elif out is None:
-                        print_json(record_of(loaded, job, sample, result, logprobs=args.logprobs))
-                    elif (job.id, sample) not in out:
-                        out.add((job.id, sample), record_of(loaded, job, sample, result, logprobs=args.logprobs))
-            done += len(batch)
-            bar.update(done, f"{done:,} of {len(todo):,} requests, {tokens / (time.monotonic() - start):,.0f} tokens/s")
+    missing = {key for key in keys if out is None or key not in out}
+    todo = [job for job in jobs if any((job.id, sample) in missing for sample in range(job.params.n))]
+    if len(missing) < len(keys):
+        notice(f"{args.out}: {len(keys) - len(missing):,} of {len(keys):,} results are there already")
+    done = failures = tokens = 0
+    start = time.monotonic()
+    with Progress("generate", len(missing), quiet=args.quiet) as bar:
+        for job, sample, result in finished(loaded, todo, args.batch_size):
+            if (job.id, sample) not in missing:
+                continue
+            if result.finish_reason == "error":
+                failures += 1
+                notice(f"pellucid: {failure(job, result)}")
+            else:
+                record = record_of(loaded, job, sample, result, logprobs=args.logprobs)
+                print_json(record) if out is None else out.add((job.id, sample), record)
+            done, tokens = done + 1, tokens + len(result.ids)
+            bar.update(done, f"{done:,} of {len(missing):,}, {tokens / (time.monotonic() - start):,.0f} tokens/s")
     if out is not None:
         out.finish()
-    summary = {"results": len(keys) - kept - failures, "kept": kept, "failed": failures, "tokens": tokens}
+    summary = {"results": done - failures, "kept": len(keys) - len(missing), "failed": failures, "tokens": tokens}
     if args.json and out is not None:
         print_json({"out": args.out} | summary | {"seconds": round(time.monotonic() - start, 3)})
     else:
         notice(", ".join(f"{value:,} {name}" for name, value in summary.items()))
     return 1 if failures else 0
+
+
+def finished(loaded: "Loaded", jobs: list[Job], batch_size: int) -> Iterator[tuple[Job, int, "Result"]]:
+    """The numbered samples of each job, in order, as batch after batch is done."""
+    from pellucid.inference import generate
+
+    for batch in batches_of(jobs, batch_size):
+        params = [job.params for job in batch]
+        results = iter(generate(loaded.model, [job.tokens for job in batch], params, batch_size=batch_size))
+        yield from ((job, sample, next(results)) for job in batch for sample in range(job.params.n))
 
 
 def batches_of(jobs: list[Job], batch_size: int) -> Iterator[list[Job]]:
@@ -176,14 +184,6 @@ def batches_of(jobs: list[Job], batch_size: int) -> Iterator[list[Job]]:
             batch = []
     if batch:
         yield batch
-
-
-def answers(loaded: "Loaded", jobs: list[Job], batch_size: int) -> list[list[tuple[int, "Result"]]]:
-    """The numbered samples of each job."""
-    from pellucid.inference import generate
-
-    results = iter(generate(loaded.model, [j.tokens for j in jobs], [j.params for j in jobs], batch_size=batch_size))
-    return [[(sample, next(results)) for sample in range(job.params.n)] for job in jobs]
 
 
 def record_of(loaded: "Loaded", job: Job, sample: int, result: "Result", *, logprobs: bool) -> dict[str, Any]:

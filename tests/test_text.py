@@ -1,0 +1,91 @@
+"""Text in, text out, on top of ids-only generation."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from pellucid.config import ModelConfig
+from pellucid.errors import CheckpointError, PellucidError, RequestError
+from pellucid.inference import SamplingParams, generate
+from pellucid.model import Transformer
+from pellucid.text import decode, encode_prompt, generate_text, stream_text, with_stop_ids
+from pellucid.tokenizer import Tokenizer, train_bpe
+
+PARAMS = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_bpe(["the fox asked the hen for tea, naïve and 東京 " * 3], 300)
+
+
+def make_model(tokenizer: Tokenizer, **changes: Any) -> Transformer:
+    sizes = {
+        "vocab_size": tokenizer.vocab_size, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3,
+    }  # fmt: skip
+    return Transformer(ModelConfig(**(sizes | changes)), generator=torch.Generator().manual_seed(0)).eval()
+
+
+def test_a_prompt_begins_as_a_training_document_does(tokenizer: Tokenizer) -> None:
+    text = "the fox <|im_start|>"
+    assert encode_prompt(tokenizer, text) == tokenizer.encode_document(text)[:-1]
+    assert encode_prompt(tokenizer, "") == [tokenizer.bos_id]
+    without = Tokenizer(tokenizer._text, {})
+    assert without.bos_id is None
+    with pytest.raises(RequestError, match="prompt is empty and the tokenizer has no beginning token"):
+        encode_prompt(without, "")
+
+
+def test_texts_are_those_of_the_ids(tokenizer: Tokenizer) -> None:
+    model = make_model(tokenizer)
+    params = SamplingParams(n=2, seed=1, max_tokens=12)
+    texts = generate_text(model, tokenizer, ["the fox", "tea"], params)
+    ids = [encode_prompt(tokenizer, text) for text in ("the fox", "tea")]
+    results = generate(model, ids, with_stop_ids(params, tokenizer))
+    assert texts == [tokenizer.decode(result.ids) for result in results]
+    assert len(set(texts)) == 4
+    assert generate_text(model, tokenizer, "tea", params) == texts[2:]
+
+
+def test_streamed_pieces_make_up_the_text(tokenizer: Tokenizer) -> None:
+    model = make_model(tokenizer)
+    for seed in range(6):
+        params = SamplingParams(seed=seed, temperature=2.0, max_tokens=20)
+        pieces = list(stream_text(model, tokenizer, encode_prompt(tokenizer, "tea"), params))
+        assert "".join(pieces) == generate_text(model, tokenizer, "tea", params)[0]
+
+
+def test_the_tokenizer_says_where_an_answer_ends(tokenizer: Tokenizer) -> None:
+    assert with_stop_ids(PARAMS, tokenizer).stop_ids == tokenizer.stop_ids == (0, 2)
+    assert with_stop_ids(SamplingParams(stop_ids=(9,)), tokenizer).stop_ids == (9,)
+
+
+def test_ids_of_padding_rows_have_no_text(tokenizer: Tokenizer) -> None:
+    model = make_model(tokenizer, vocab_size=tokenizer.vocab_size + 500)
+    params = SamplingParams(seed=0, temperature=5.0, max_tokens=40)
+    text = generate_text(model, tokenizer, "tea", params)[0]
+    assert text == "".join(stream_text(model, tokenizer, encode_prompt(tokenizer, "tea"), params))
+    ids = generate(model, [encode_prompt(tokenizer, "tea")], with_stop_ids(params, tokenizer))[0].ids
+    assert max(ids) >= tokenizer.vocab_size
+    assert decode(tokenizer, ids) == text
+
+
+def test_a_tokenizer_with_more_ids_than_the_embedding_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(CheckpointError, match=f"has {tokenizer.vocab_size} ids and the model's embedding 100 rows"):
+        generate_text(make_model(tokenizer, vocab_size=100), tokenizer, "tea", PARAMS)
+
+
+def test_logits_that_are_not_finite_name_the_prompt(tokenizer: Tokenizer) -> None:
+    model = make_model(tokenizer, tie_word_embeddings=False)
+    row = tokenizer.encode("Q")[0]
+    with torch.no_grad():
+        model.model.embed_tokens.weight[row] = torch.nan
+    with pytest.raises(
+        PellucidError, match=r"^prompt 1: the model's logits are not finite after 0 new tokens"
+    ) as caught:
+        generate_text(model, tokenizer, ["tea", "Q", "fox"], PARAMS)
+    assert caught.value.exit_code == 1
+    with pytest.raises(PellucidError, match="the answer: the model's logits are not finite"):
+        list(stream_text(model, tokenizer, [row], PARAMS))
