@@ -577,16 +577,37 @@ def _write_table(config: Any, path: tuple[str, ...], lines: list[str], docs: boo
             if docs:
                 lines.append(f"# {kind}: one of {', '.join(names(kind))}. Options of {config.name!r}:")
             _write_keys(options, [x.name for x in fields(options)], lines, docs)
+            if docs:
+                _describe_others(kind, config.name, lines)
         elif is_dataclass(value) or f.metadata.get("kind"):
             tables.append((f.name, value))
         else:
             _write_keys(config, [f.name], lines, docs)
     for name, value in tables:
+        if docs and isinstance(value, dict) and not value:
+            for entry in names("callback"):
+                lines += ["", f"# [callbacks.{entry}]"]
+                _describe("callback", entry, lines)
         if isinstance(value, dict):
             for inner, table in value.items():
                 _write_table(table, (*path, name, inner), lines, docs)
         else:
             _write_table(value, (*path, name), lines, docs)
+
+
+def _describe_others(kind: str, chosen: str, lines: list[str]) -> None:
+    """The options of the entries that are not in use, as comments."""
+    for name in names(kind):
+        if name != chosen and fields(lookup(kind, name).config):
+            lines.append(f"# Options of {name!r} instead:")
+            _describe(kind, name, lines)
+
+
+def _describe(kind: str, name: str, lines: list[str]) -> None:
+    own: list[str] = []
+    options = options_of(kind, name, None)
+    _write_keys(options, [f.name for f in fields(options)], own, docs=True)
+    lines += [line if line.startswith("#") else f"# {line}" for line in own]
 
 
 def _write_keys(config: Any, keys: list[str], lines: list[str], docs: bool) -> None:

@@ -103,9 +103,9 @@ def _tell_stories(loaded: "Loaded", out: Path) -> int:
 
     assert loaded.tokenizer is not None
     prompts = held_out_prompts(NUM_STORIES)
-    params = with_stop_ids(SamplingParams(temperature=0.7, max_tokens=220, seed=0), loaded.tokenizer)
-    params = replace(params, top_p=0.95)
-    results = generate(loaded.model, [_ids(loaded, prompt) for prompt in prompts], params, batch_size=NUM_STORIES)
+    params = with_stop_ids(SamplingParams(temperature=0.7, max_tokens=220), loaded.tokenizer)
+    seeded = [replace(params, seed=i) for i in range(NUM_STORIES)]
+    results = generate(loaded.model, [_ids(loaded, prompt) for prompt in prompts], seeded, batch_size=NUM_STORIES)
     records: list[dict[str, Any]] = []
     for prompt, result in zip(prompts, results, strict=True):
         answer = decode(loaded.tokenizer, result.ids)

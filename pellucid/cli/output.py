@@ -17,16 +17,6 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, ensure_ascii=False))
 
 
-def duration(seconds: float) -> str:
-    """``"45 s"``, ``"3 min 05 s"`` or ``"2 h 10 min"``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
 class Progress:
     """A bar on a terminal, a plain line every few seconds elsewhere, nothing if quiet. Use as a context manager.
 

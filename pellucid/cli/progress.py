@@ -2,7 +2,8 @@
 
 import time
 
-from pellucid.cli.output import Progress, duration, notice
+from pellucid.cli.output import Progress, notice
+from pellucid.report.terminal import format_seconds
 from pellucid.train.callbacks import Callback, StepInfo, ValidationInfo
 from pellucid.train.loop import Trainer
 from pellucid.train.state import TrainState
@@ -29,7 +30,7 @@ class TrainProgress(Callback):
         assert self._progress is not None
         self._speed = info.tokens_per_s if not self._speed else 0.9 * self._speed + 0.1 * info.tokens_per_s
         mean_seconds = info.seconds * info.tokens_per_s / self._speed
-        left = duration((info.total_steps - info.step) * mean_seconds)
+        left = format_seconds((info.total_steps - info.step) * mean_seconds)
         self._progress.update(
             info.step,
             f"step {info.step:,}/{info.total_steps:,} loss {info.loss:.4f} lr {info.lr:.2e} {self._speed:,.0f} tok/s, {left} left",

@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pellucid.cli.output import duration, notice
+from pellucid.cli.output import notice
 from pellucid.config import RunConfig, load_config
 from pellucid.errors import ConfigError, PellucidError
 
@@ -63,6 +63,7 @@ def train(config: RunConfig, *, resume: bool = False, dry_run: bool = False, qui
     """Set up, say what is coming, run, and write ``report.html``. Shared with the demo."""
     from pellucid.cli.progress import TrainProgress
     from pellucid.report import build_report
+    from pellucid.report.terminal import format_seconds
     from pellucid.train import Trainer
     from pellucid.train.estimate import estimate
 
@@ -89,6 +90,6 @@ def train(config: RunConfig, *, resume: bool = False, dry_run: bool = False, qui
     build_report(run)
     why = f" ({trainer.stop_reason})" if trainer.stop_reason else ""
     print(
-        f"{config.train.out}: step {state.step:,} of {trainer.setup.total_steps:,}{why} in {duration(progress.seconds)}"
+        f"{config.train.out}: step {state.step:,} of {trainer.setup.total_steps:,}{why} in {format_seconds(progress.seconds)}"
     )
     return trainer

@@ -9,7 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 EXPLICIT_MAX_TOKENS = 512
-"""Longest row for which compiled attention is written out; longer ones use the fused kernel."""
+"""Longest row for which compiled bfloat16 attention is written out; longer ones use the fused kernel.
+
+With bfloat16 in hardware, compiled, it made a whole training step at 256 tokens 1.08 times as fast as the fused kernel
+(2-core Zen 4, torch 2.13). In float32 it is slower (78 against 64 ms forward and backward, 16 rows of 256, one thread).
+"""
 
 
 def causal_mask(tokens: int, window: int | None = None, *, device: torch.device | str | None = None) -> Tensor:
@@ -33,8 +37,8 @@ class WindowAttend:
     Args:
         windows: sliding window of each layer, None where it sees everything before it.
         documents: ids ``[B, T]``, or None where each row is one document.
-        compiled: the caller runs under torch.compile, where attention written out beats the fused kernel for
-            rows of up to `EXPLICIT_MAX_TOKENS` tokens.
+        compiled: the caller runs under torch.compile, where bfloat16 attention of rows of up to `EXPLICIT_MAX_TOKENS`
+            tokens is written out.
     """
 
     def __init__(self, windows: tuple[int | None, ...], documents: Tensor | None = None, *, compiled: bool = False):
@@ -52,7 +56,7 @@ class WindowAttend:
             mask = causal_mask(tokens, window, device=q.device)
         else:
             mask = None
-        if self.compiled and tokens <= EXPLICIT_MAX_TOKENS:
+        if self.compiled and q.dtype == torch.bfloat16 and tokens <= EXPLICIT_MAX_TOKENS:
             return explicit_attention(q, k, v, mask, scale)
         return fused_attention(q, k, v, mask, scale)
 
@@ -73,12 +77,13 @@ def explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sca
     group = heads // kv_heads
     if mask is None:
         mask = causal_mask(tokens, device=q.device)
-    if mask.dim() == 4:
-        mask = mask[:, :, None]  # [B, 1, 1, T, T] over [B, K, G, T, T]
+    bias = torch.zeros(mask.shape, device=q.device).masked_fill(~mask, float("-inf"))
+    if bias.dim() == 4:
+        bias = bias[:, :, None]  # [B, 1, 1, T, T] over [B, K, G, T, T]
     q = q.view(rows, tokens, kv_heads, group, width).permute(0, 2, 3, 1, 4).reshape(-1, group * tokens, width)
     k = k.transpose(1, 2).reshape(-1, tokens, width)
     v = v.transpose(1, 2).reshape(-1, tokens, width)
-    scores = torch.bmm(q * scale, k.transpose(1, 2)).view(rows, kv_heads, group, tokens, tokens)
-    weights = scores.float().masked_fill(~mask, float("-inf")).softmax(-1).to(v.dtype)
+    scores = torch.bmm(q, k.transpose(1, 2)).view(rows, kv_heads, group, tokens, tokens)
+    weights = (scores.float() * scale + bias).softmax(-1).to(v.dtype)
     out = torch.bmm(weights.view(-1, group * tokens, tokens), v)
     return out.view(rows, kv_heads, group, tokens, width).permute(0, 3, 1, 2, 4).reshape(rows, tokens, heads, width)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension."""
+    """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension, in x's dtype, computed in float32 at least."""
 
     def __init__(self, width: int, eps: float, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -14,6 +14,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != self.weight.dtype:  # a head's norm under autocast: torch would warn, and round the weight
+            return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from pellucid.checkpoint import files
 from pellucid.config import RunConfig, load_config, to_table, to_toml
-from pellucid.errors import ConfigError, StorageError
+from pellucid.errors import ConfigError, DataError, StorageError
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
@@ -76,8 +76,8 @@ class RunFolder:
         keep = 0
         if path.exists():
             with open(path, "rb") as file:
-                for line in file:
-                    if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                for number, line in enumerate(file, 1):
+                    if not line.endswith(b"\n") or _step(line, path, number) > step:
                         break
                     keep += len(line)
             os.truncate(path, keep)
@@ -111,6 +111,13 @@ def replace_text(path: Path, text: str) -> None:
         os.replace(temporary, path)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _step(line: bytes, path: Path, number: int) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        raise DataError(f"{path}:{number} is no line of a run's log; remove it and resume again") from None
 
 
 def _plain(value: Any) -> Any:

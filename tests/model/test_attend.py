@@ -40,17 +40,24 @@ def document_ids(tokens: int) -> Tensor:
     return ids
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("with_documents", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
-def test_every_kernel_equals_a_dense_softmax(compiled: bool, with_documents: bool, window: int | None) -> None:
+def test_every_kernel_equals_a_dense_softmax(
+    dtype: torch.dtype, compiled: bool, with_documents: bool, window: int | None
+) -> None:
     q, k, v = heads()
     ids = document_ids(37)
     distance = torch.arange(37)[:, None] - torch.arange(37)
     sees = (distance >= 0) & (distance < (window or 37))
     sees = sees & (ids[:, :, None] == ids[:, None] if with_documents else torch.ones(2, 1, 1, dtype=torch.bool))
     attend = WindowAttend((window,), ids if with_documents else None, compiled=compiled)
-    torch.testing.assert_close(attend(0, q, k, v, scale=0.3), naive(q, k, v, sees, 0.3), rtol=1e-5, atol=1e-5)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    out = attend(0, q, k, v, scale=0.3)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.float(), naive(q, k, v, sees, 0.3), rtol=tolerance, atol=tolerance)
 
 
 def test_gradients_of_the_explicit_kernel_equal_those_of_the_fused_one() -> None:
