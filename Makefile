@@ -33,7 +33,7 @@ check: $(VENV)/.check-installed
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-bench: $(VENV)/.test-installed
+bench: $(VENV)/.bench-installed
 	@for script in bench/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
 clean:
@@ -53,4 +53,9 @@ $(VENV)/.test-installed: $(VENV)/.core-installed
 $(VENV)/.check-installed: $(VENV)/.core-installed
 	@echo 'adding ruff and mypy'
 	@$(PIP) -e '.[test,check]'
+	@touch $@
+
+$(VENV)/.bench-installed: $(VENV)/.core-installed
+	@echo 'adding what the benchmarks compare with'
+	@$(PIP) -e '.[test,bench]'
 	@touch $@

@@ -86,6 +86,9 @@ class ModelConfig:
     """Probability of dropping elements of the embedding and of each residual branch in training."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights; residual projections get it / sqrt(2 * layers)."""
+    embedding_range: float | None = None
+    """Standard deviation of the initial embedding; "none": initializer_range. With an untied head, 1.0 lets a small
+    model tell tokens apart from the start and copy names much sooner."""
     attend: Literal["sdpa", "canonical"] = "sdpa"
     """Attention kernel: "sdpa" is fast; "canonical" gives the same bits whatever is batched, cached or chunked."""
 
@@ -114,6 +117,10 @@ class ModelConfig:
             value = getattr(self, name)
             _require(0 < value < math.inf, f"model.{name} must be positive and finite, got {value}")
         _require(0 <= self.dropout < 1, f"model.dropout must be in [0, 1), got {self.dropout}")
+        _require(
+            self.embedding_range is None or self.embedding_range > 0,
+            f'model.embedding_range must be positive or "none", got {self.embedding_range}',
+        )
         _require(
             self.sliding_window is None or self.sliding_window >= 1,
             f'model.sliding_window must be at least 1 or "none", got {self.sliding_window}',

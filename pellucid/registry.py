@@ -18,7 +18,7 @@ from pellucid.errors import ConfigError
 HOMES = {
     "strategy": "pellucid.train.strategies",
     "callback": "pellucid.train.callbacks",
-    "optimizer": "pellucid.optim.adamw",
+    "optimizer": "pellucid.optim",
     "schedule": "pellucid.optim.schedules",
     "mode": "pellucid.parallel.executor",
     "source": "pellucid.data.sources",

@@ -37,7 +37,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     OWN: {
         f.name: f.default
         for f in dataclasses.fields(ModelConfig)
-        if f.name not in _SHAPE and f.name not in ("rope_theta", "rope_scaling", "dropout", "attend")
+        if f.name not in _SHAPE and f.name not in ("rope_theta", "rope_scaling", "dropout", "attend", "embedding_range")
     },
 }
 """Fields of each model_type that have our name, and what its config class in transformers 5 takes where they lack."""
@@ -286,10 +286,11 @@ def _flat_rope(key: str, value: Any, table: dict[str, Any]) -> tuple[Any, dict[s
     window = table.get("max_position_embeddings", _FIELDS[table["model_type"]]["max_position_embeddings"])
     if kind == "llama3":
         scaling.setdefault("original_max_position_embeddings", window)
-    elif kind in ("default", "linear", "ntk", "dynamic") and scaling.get("original_max_position_embeddings") == window:
+    original = scaling.get("original_max_position_embeddings")
+    if kind in ("default", "linear", "ntk", "dynamic") and original is not None and original == window:
         del scaling["original_max_position_embeddings"]
-    if kind == "yarn" and "factor" not in scaling and "original_max_position_embeddings" in scaling:
-        scaling["factor"] = window / scaling["original_max_position_embeddings"]
+    if kind == "yarn" and "factor" not in scaling and isinstance(original, int) and isinstance(window, int):
+        scaling["factor"] = window / max(original, 1)
     return theta, scaling
 
 

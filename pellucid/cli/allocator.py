@@ -29,16 +29,18 @@ def preloaded() -> str | None:
     return next((Path(name).name for name in names if "jemalloc" in name or "tcmalloc" in name), None)
 
 
+def environment(library: Path) -> dict[str, str]:
+    """What to add to the environment of a process that is to start with ``library`` loaded."""
+    added = {MARK: library.name, "LD_PRELOAD": f"{library} {os.environ.get('LD_PRELOAD', '')}".strip()}
+    return added if "MALLOC_CONF" in os.environ else added | {"MALLOC_CONF": JEMALLOC_SETTINGS}
+
+
 def use_jemalloc() -> None:
     """Start this command again with a better allocator loaded, if there is one and torch is not imported yet."""
     library = find()
     if library is None or preloaded() or MARK in os.environ or "torch" in sys.modules:
         return
-    environment = os.environ | {
-        MARK: library.name,
-        "LD_PRELOAD": f"{library} {os.environ.get('LD_PRELOAD', '')}".strip(),
-    }
-    environment.setdefault("MALLOC_CONF", JEMALLOC_SETTINGS)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, "-m", "pellucid", *sys.argv[1:]], environment)
+    command = [sys.executable, "-m", "pellucid", *sys.argv[1:]]
+    os.execve(sys.executable, command, os.environ | environment(library))

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pellucid.data.samples import Prompt
 
 CONFIG = Path(__file__).parent.parent / "configs" / "demo.toml"
-SIZE = "12MB"
-VOCAB_SIZE = 2048
+SIZE = "14MB"
+VOCAB_SIZE = 2560
 NUM_STORIES = 50
 GOAL = 0.8
 """Share of sampled stories that must be whole stories of the grammar, about the right people and things."""
@@ -103,7 +103,7 @@ def _tell_stories(loaded: "Loaded", out: Path) -> int:
 
     assert loaded.tokenizer is not None
     prompts = held_out_prompts(NUM_STORIES)
-    params = with_stop_ids(SamplingParams(temperature=0.7, max_tokens=220), loaded.tokenizer)
+    params = with_stop_ids(SamplingParams(temperature=0.5, max_tokens=220), loaded.tokenizer)
     seeded = [replace(params, seed=i) for i in range(NUM_STORIES)]
     results = generate(loaded.model, [_ids(loaded, prompt) for prompt in prompts], seeded, batch_size=NUM_STORIES)
     records: list[dict[str, Any]] = []

@@ -20,6 +20,8 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=bias, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = linear_together(x, (self.gate_proj, self.up_proj), join=self.join)
+        # joined, the halves of the product are strided, which only pays where x is cast before each product
+        join = self.join and torch.is_autocast_enabled(x.device.type)
+        gate, up = linear_together(x, (self.gate_proj, self.up_proj), join=join)
         out: Tensor = self.down_proj(F.silu(gate) * up)
         return out

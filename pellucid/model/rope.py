@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from pellucid.config import ModelConfig
 
@@ -58,7 +59,7 @@ class Rotary(nn.Module):
         window, head_dim = self.config.max_position_embeddings, self.config.head_dim
         factor = (self.config.rope_scaling or {})["factor"]
         length = torch.as_tensor(rope_length, device=self.inv_freq.device).clamp(min=window)
-        stretch = (factor * length / window - (factor - 1)).double() ** (head_dim / (head_dim - 2))
+        stretch = (factor * length / window - (factor - 1)).float() ** (head_dim / (head_dim - 2))
         theta = (self.config.rope_theta * stretch).float()
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=theta.device) / head_dim
         return torch.reciprocal(theta[..., None] ** exponents)
@@ -67,8 +68,31 @@ class Rotary(nn.Module):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns x ``[..., heads, d]`` by cos and sin ``[..., d / 2]``, computed in float32, in x's dtype."""
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    if torch.compiler.is_compiling():
+        return _turn(x, cos, sin)
+    turned: Tensor = _EagerTurn.apply(x, cos, sin)
+    return turned
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    halves = [torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)]
+    return torch.cat(halves, dim=-1).to(x.dtype)
+
+
+class _EagerTurn(torch.autograd.Function):
+    """The gradient of a turn is a turn back: one pass where autograd would take five."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, -sin), None, None
 
 
 def ntk_theta(theta: float, factor: float, head_dim: int) -> float:

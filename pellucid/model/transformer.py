@@ -204,9 +204,11 @@ def init_weights(model: Transformer, generator: torch.Generator | None = None) -
     """Draws every weight anew, in the order of ``named_parameters``.
 
     Matrices are normal with ``initializer_range``, those that write into the residual stream (``o_proj``,
-    ``down_proj``) divided by sqrt(2 * layers); norms are 1, biases 0. A tied head leaves the embedding as drawn.
+    ``down_proj``) divided by sqrt(2 * layers), the embedding with ``embedding_range`` where that is set; norms are 1,
+    biases 0. A tied head leaves the embedding as drawn.
     """
     std = model.config.initializer_range
+    embedding_std = std if model.config.embedding_range is None else model.config.embedding_range
     residual_std = std / (2 * model.config.num_hidden_layers) ** 0.5
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -214,8 +216,9 @@ def init_weights(model: Transformer, generator: torch.Generator | None = None) -
         elif parameter.dim() == 1:
             parameter.fill_(1.0)
         else:
+            residual, embedding = "o_proj" in name or "down_proj" in name, "embed_tokens" in name
             drawn = torch.empty(parameter.shape, device=generator.device if generator else parameter.device)
-            drawn.normal_(0.0, residual_std if "o_proj" in name or "down_proj" in name else std, generator=generator)
+            drawn.normal_(0.0, residual_std if residual else embedding_std if embedding else std, generator=generator)
             parameter.copy_(drawn)
 
 

@@ -2,6 +2,7 @@
 
 from pellucid.optim.adamw import AdamWOptions, build_adamw
 from pellucid.optim.groups import parameter_groups
+from pellucid.optim.muon import Muon, MuonOptions
 from pellucid.optim.schedules import build_schedule
 
-__all__ = ["AdamWOptions", "build_adamw", "build_schedule", "parameter_groups"]
+__all__ = ["AdamWOptions", "Muon", "MuonOptions", "build_adamw", "build_schedule", "parameter_groups"]

@@ -129,7 +129,7 @@ class Trainer:
         begin = time.perf_counter()
         lr = self.config.optim.lr * setup.schedule(state.step)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         window = [batch.to(setup.device) for batch in setup.loader.next_window()]
         weight = comm.all_reduce(sum(map(setup.strategy.weight, window)), tag="tokens")  # ★
         if weight == 0:

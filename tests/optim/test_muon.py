@@ -1,0 +1,98 @@
+import pytest
+import torch
+from support import TINY, tiny_config, windows
+
+from pellucid.config import ModelConfig
+from pellucid.errors import ConfigError
+from pellucid.model import Transformer
+from pellucid.optim import MuonOptions
+from pellucid.optim.muon import build_muon, orthogonalize
+from pellucid.train import Trainer
+
+
+@pytest.mark.parametrize("shape", [(8, 40), (40, 8), (16, 16), (1, 30), (30, 1)])
+def test_the_singular_values_of_an_update_are_about_one(shape):
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonalize(torch.randn(3, *shape) * 1e-3))
+    assert values.min() > 0.65 and values.max() < 1.25
+
+
+def test_a_low_rank_gradient_gives_a_low_rank_update_with_the_same_directions():
+    torch.manual_seed(0)
+    low = torch.randn(12, 2) @ torch.randn(2, 20)
+    update = orthogonalize(low[None])[0]
+    values = torch.linalg.svdvals(update)
+    assert (values[:2] > 0.65).all() and (values[2:] < 1e-3).all()
+    u, _, v = torch.linalg.svd(low, full_matrices=False)
+    assert torch.linalg.matrix_norm(u[:, :2].T @ update @ v[:2].T, 2) > 0.65
+
+
+def test_one_step_equals_torchs_muon():
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**TINY))
+    other = Transformer(ModelConfig(**TINY))
+    other.load_state_dict(model.state_dict())
+    ours = build_muon(model, 0.02, MuonOptions(weight_decay=0.1))
+    hidden = [n for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    theirs = torch.optim.Muon(
+        [p for n, p in other.named_parameters() if n in hidden], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="original"
+    )
+    x = torch.randint(0, 61, (2, 16))
+    for m in (model, other):
+        m(x).logits.logsumexp(-1).sum().backward()
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    ours.step()
+    theirs.step()
+    for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
+        if name in hidden:
+            step = (b - start[name]).detach()
+            assert step.abs().max() > 0
+            assert (a - b).norm() < 0.06 * step.norm(), name  # theirs iterates in bfloat16
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_only_hidden_matrices_get_muon_and_the_rest_equals_adamw_to_the_bit(tied):
+    torch.manual_seed(0)
+    config = ModelConfig(**TINY, tie_word_embeddings=tied, attention_bias=True)
+    model, other = Transformer(config), Transformer(config)
+    other.load_state_dict(model.state_dict())
+    ours = build_muon(model, 0.02, MuonOptions(adamw_lr_ratio=0.1))
+    muon = {id(p) for g in ours.param_groups if g["muon"] for p in g["params"]}
+    names = {n for n, p in model.named_parameters() if id(p) in muon}
+    assert names == {n for n, _ in model.named_parameters() if n.endswith("proj.weight")}
+    assert sorted(map(id, model.parameters())) == sorted(id(p) for g in ours.param_groups for p in g["params"])
+    rest = [p for n, p in other.named_parameters() if n not in names]
+    theirs = torch.optim.AdamW(rest, lr=0.002, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    for group in ours.param_groups:
+        group["lr"] = 0.02 * group.get("lr_scale", 1.0)
+    for _ in range(3):
+        for m in (model, other):
+            m.zero_grad()
+            m(torch.arange(16)[None]).logits.logsumexp(-1).sum().backward()
+        for a, b in zip(model.parameters(), other.parameters(), strict=True):
+            b.grad.copy_(a.grad)
+        ours.step()
+        theirs.step()
+    for name, parameter in other.named_parameters():
+        if name not in names:
+            assert torch.equal(dict(model.named_parameters())[name], parameter), name
+
+
+def test_a_muon_run_resumes_to_the_same_bits(tmp_path):
+    def run(out, steps, resume):
+        trainer = Trainer(tiny_config(out, optim__name="muon", train__steps=steps, optim__schedule="constant"), train_data=windows(20))
+        trainer.train(resume=resume)
+        return trainer
+
+    whole = run(tmp_path / "a", 8, False)
+    run(tmp_path / "b", 4, False)
+    parts = run(tmp_path / "b", 8, True)
+    for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert whole.optimizer.param_groups[1]["lr"] == pytest.approx(0.25 * whole.optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("bad", [dict(momentum=1.0), dict(newton_schulz_steps=0), dict(adamw_lr_ratio=0.0), dict(weight_decay=-1.0)])
+def test_options_out_of_range_are_refused(bad):
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        MuonOptions(**bad)
