@@ -18,7 +18,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
-            normed: Tensor = _EagerRMSNorm.apply(x, self.weight, self.eps)
+            normed: Tensor = _EagerRMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
             return normed
         if x.dtype != self.weight.dtype:  # a head's norm under autocast: torch would warn, and round the weight
             return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)

@@ -70,7 +70,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     if torch.compiler.is_compiling():
         return _turn(x, cos, sin)
-    turned: Tensor = _EagerTurn.apply(x, cos, sin)
+    turned: Tensor = _EagerTurn.apply(x, cos, sin)  # type: ignore[no-untyped-call]
     return turned
 
 

@@ -123,7 +123,7 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
     """
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices
+    x: Tensor = matrices.mT if tall else matrices
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-30)
     for _ in range(steps):
         gram = x @ x.mT

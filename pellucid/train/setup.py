@@ -28,7 +28,6 @@ from pellucid.train.run_folder import CONFIG
 from pellucid.train.state import seed_everything
 from pellucid.train.strategies import Strategy
 
-
 VERIFIED_BYTES = 2 * 2**30
 """Data up to this size is checked against its hashes before the first step, about a second a GiB; `inspect` checks any."""
 

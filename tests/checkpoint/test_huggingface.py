@@ -190,7 +190,6 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         max_window_layers=draw(st.integers(0, layers + 1)),
         dropout=draw(st.sampled_from([0.0, 0.1])),
         initializer_range=draw(st.floats(0.001, 0.9)),
-        embedding_range=draw(st.none() | st.floats(0.001, 2)),
         attend=draw(st.sampled_from(["sdpa", "canonical"])),
         **{name: draw(st.booleans()) for name in booleans},
     )

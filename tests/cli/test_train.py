@@ -15,7 +15,14 @@ from pellucid.cli import main
 from pellucid.cli.settings import split_settings
 
 MODEL = [f"--model.{key}={value}" for key, value in TINY.items() if key != "vocab_size"]
-FAST = [*MODEL, "--train.steps=6", "--train.global_batch=4", "--train.micro_batch=4", "--train.dtype=float32", "--train.save_every=2"]
+FAST = [
+    *MODEL,
+    "--train.steps=6",
+    "--train.global_batch=4",
+    "--train.micro_batch=4",
+    "--train.dtype=float32",
+    "--train.save_every=2",
+]
 
 
 @pytest.fixture
@@ -37,9 +44,14 @@ def test_a_run_says_what_is_coming_trains_and_leaves_its_folder(arguments, tmp_p
         ".lock", "config.toml", "metrics.jsonl", "report.html", "checkpoints", "model",
     }  # fmt: skip
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
-    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md", "generation_config.json"} == {
-        p.name for p in (tmp_path / "run/model").iterdir()
-    }
+    assert {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "README.md",
+        "generation_config.json",
+    } == {p.name for p in (tmp_path / "run/model").iterdir()}
 
 
 def test_a_dry_run_checks_everything_and_writes_nothing(arguments, tmp_path, capsys):

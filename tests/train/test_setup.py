@@ -52,7 +52,7 @@ def test_init_with_another_tokenizer_is_refused(data_folder, tmp_path):
     other = tmp_path / "other"
     prepare(PrepareOptions(inputs=("sample:stories",), out=other, vocab_size=300, size="50kB", workers=1))
     Trainer(config(other, tmp_path / "a", train__steps=1)).train()
-    with pytest.raises(DataError, match="different tokenizers.*--tokenizer"):
+    with pytest.raises(DataError, match=r"different tokenizers.*--tokenizer"):
         Trainer(config(data_folder, train__init=str(tmp_path / "a")))
 
 
@@ -65,7 +65,7 @@ def test_a_corpus_shorter_than_one_window_is_refused(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("too short")
     prepare(PrepareOptions(inputs=(str(text),), out=tmp_path / "data", vocab_size=300, workers=1))
-    with pytest.raises(DataError, match="fewer than one window of 16.*prepare more text or lower data.context"):
+    with pytest.raises(DataError, match=r"fewer than one window of 16.*prepare more text or lower data\.context"):
         Trainer(config(tmp_path / "data"))
 
 
@@ -110,7 +110,9 @@ def test_the_estimate_counts_state_and_refuses_what_cannot_fit(data_folder):
     setup = Trainer(config(data_folder)).setup
     forecast = estimate(setup)
     assert forecast.state_bytes == 16 * setup.model.num_parameters()
-    assert f"{setup.model.num_parameters():,} parameters" in forecast.line() and "12 steps of 64 tokens" in forecast.line()
+    assert (
+        f"{setup.model.num_parameters():,} parameters" in forecast.line() and "12 steps of 64 tokens" in forecast.line()
+    )
     forecast.refuse_if_too_large()
     import dataclasses
 
