@@ -611,10 +611,12 @@ def _describe_others(kind: str, chosen: str, lines: list[str]) -> None:
 
 
 def _describe(kind: str, name: str, lines: list[str]) -> None:
-    own: list[str] = []
-    options = options_of(kind, name, None)
-    _write_keys(options, [f.name for f in fields(options)], own, docs=True)
-    lines += [line if line.startswith("#") else f"# {line}" for line in own]
+    config = lookup(kind, name).config
+    notes = field_docs(config)
+    for f in fields(config):
+        lines += [f"# {line}" for line in notes.get(f.name, "").splitlines()]
+        default = f.default_factory() if f.default_factory is not MISSING else f.default
+        lines.append(f"# {f.name} = {'... (no default)' if default is MISSING else _toml(default)}")
 
 
 def _write_keys(config: Any, keys: list[str], lines: list[str], docs: bool) -> None:

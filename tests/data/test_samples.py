@@ -47,7 +47,7 @@ def test_the_same_seed_gives_the_same_bytes_everywhere() -> None:
     """The digest was computed once and holds on every platform and Python version; change it only with the grammar."""
     text = "\n".join(repr((s.kind, s.strings())) for s in stories(200_000, seed=7))
     assert (
-        hashlib.sha256(text.encode()).hexdigest() == "cd33a10b8b60f016133a58834baa1429d1ec19a30d527ffc67464b52b6c6625e"
+        hashlib.sha256(text.encode()).hexdigest() == "c3bdb7a46dbdf2cce882635960c4be263847f98b6f896c9f0dccb8dd752cc5a6"
     )
     assert corpus(20_000, 7) == corpus(30_000, 7)[: len(corpus(20_000, 7))]
     assert corpus(20_000, 7) != corpus(20_000, 8)
@@ -100,7 +100,7 @@ def test_the_lists_are_as_long_as_promised_and_name_nothing_twice() -> None:
 def test_stories_vary_and_fit_a_short_context() -> None:
     sample = told(3000, 1)
     lengths = sorted(len(story.text.split()) for story in sample)
-    assert lengths[0] >= 60 and lengths[-1] <= 150
+    assert lengths[0] >= 50 and lengths[-1] <= 110
     assert Counter(story.plot.name for story in sample).keys() == {plot.name for plot in PLOTS}
     assert len({story.text for story in sample}) == len(sample)
     assert {story.facts["hero"] for story in told(8000, 2)} == set(NAMES)
@@ -135,6 +135,22 @@ def test_the_first_step_names_the_hero_and_the_object_and_every_pronoun_comes_af
             known |= set.intersection(
                 *({plot.slots[s].fact for s in re.findall(r"%\((\w+)\)s", w)} for w in step.wordings)
             )
+
+
+def test_minor_facts_are_said_in_one_step_and_the_object_is_said_again() -> None:
+    """What a small model must recall late is only what it is told all the time; what a question asks is told."""
+    for plot in PLOTS:
+        assert 7 <= len(plot.steps) <= 9, plot.name
+        said = [
+            [{plot.slots[slot].fact for slot in re.findall(r"%\((\w+)\)s", w)} for w in s.wordings] for s in plot.steps
+        ]
+        for lexicon in plot.facts:
+            steps = [wordings for wordings in said if any(lexicon.fact in facts for facts in wordings)]
+            assert len(steps) == 1 and all(lexicon.fact in facts for facts in steps[0]), (plot.name, lexicon.fact)
+        assert all(len(step.wordings) >= 3 for step in plot.steps), plot.name
+    for story in told(3000, 6):
+        count = len(re.findall(rf"\b{story.facts['object']}\b", story.text))
+        assert 2 <= count <= (3 if story.plot.objects is words.FOOD else 10), story.text
 
 
 # What it keeps back
@@ -305,7 +321,7 @@ def test_the_reason_says_where_and_what() -> None:
     story = next(s for s in told(100, 1) if s.plot.name == "gift")
     hero = story.facts["hero"]
     reason = check_story(story.text[:200]).reason
-    assert re.fullmatch(r"step \d+ of 10 of the plot 'gift': (the text ends where|expected) .+", reason), reason
+    assert re.fullmatch(r"step \d+ of \d of the plot 'gift': (the text ends where|expected) .+", reason), reason
     last = story.text.rindex(hero)
     wrong = story.text[:last] + "Xaver" + story.text[last + len(hero) :]
     assert f"expected {hero!r} for the hero {hero}" in check_story(wrong).reason

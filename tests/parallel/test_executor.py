@@ -9,6 +9,7 @@ from pellucid.errors import ConfigError, TrainingError
 from pellucid.parallel import comm, create_executor
 from pellucid.parallel.executor import LossScaler
 from pellucid.train import Trainer
+from pellucid.train.strategies import LossOutput, Pretrain, PretrainOptions
 
 
 def test_the_norm_and_clipping_equal_torchs():
@@ -48,14 +49,25 @@ def test_a_loss_scale_is_taken_out_before_clipping():
         assert torch.equal(a, b)  # powers of two change no bit
 
 
-def test_a_scale_that_overflows_skips_the_step_and_is_halved():
-    trainer = trainer_with_scale(2.0**126)
+class Overflows(Pretrain):
+    """The first backward overflows, as float16 gradients do."""
+
+    def __call__(self, model, batch):
+        loss = super().__call__(model, batch).sum
+        first = next(model.parameters())
+        infinite = (first - first.detach()).abs().sqrt().sum()  # value 0, gradient infinite
+        return LossOutput(loss + infinite, {})
+
+
+def test_a_step_that_overflows_is_skipped_and_the_scale_is_halved():
+    trainer = Trainer(tiny_config(), strategy=Overflows(PretrainOptions()), train_data=windows(30))
+    trainer.setup.executor.scaler = LossScaler(1024.0)
     start = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.model.train()
     info = trainer._step()
-    assert trainer.setup.executor.scaler.scale == 2.0**125 and trainer.state.step == info.step == 1
+    assert trainer.setup.executor.scaler.scale == 512.0 and trainer.state.step == info.step == 1
     assert all(torch.equal(a, b) for a, b in zip(start, trainer.model.parameters(), strict=True))
-    trainer.setup.executor.scaler.scale = 1.0
+    trainer._loss = Pretrain(PretrainOptions())
     trainer._step()
     assert not torch.equal(start[0], next(trainer.model.parameters()))
 

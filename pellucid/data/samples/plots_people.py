@@ -1,4 +1,7 @@
-"""Stories about what people do for each other: sharing, waiting, racing, being brave. Written for this project."""
+"""Stories about what people do for each other: sharing, waiting, racing, being brave. Written for this project.
+
+How often a fact is said is as in `plots_things`.
+"""
 
 from pellucid.data.samples.grammar import Plot, question, step
 from pellucid.data.samples.plots_things import ASK_COLOR, ASK_HERO, CONFIRM_COLOR, DENY_COLOR, OWNS
@@ -10,40 +13,34 @@ TURNS = Plot(
     (COLOR, PLACE, HELPER),
     (
         step(
-            "A {girl} named {hero} was playing with {friend} {at_place}. There they found {a_color} {object}.",
+            "A {girl} named {hero} was {at_place} with {friend}. There they found {a_color} {object}.",
             "(One day|One morning|After school), {hero} found {a_color} {object} {at_place}. {friend} saw it too.",
-            "Once there was a (loud|wild|strong) {girl} named {hero}. {He} was {at_place} with {friend}. "
-            "There they found {a_color} {object}.",
+            "Once there was a (loud|wild|strong) {girl} named {hero} who found {a_color} {object} {at_place} with {friend}.",
         ),
         step(
             '"The {object} is mine!" said {hero}. "No, I saw it first!" said {friend}.',
-            "{hero} wanted the {object}, and {friend} wanted it too.",
-            '"Give me the {object}, {friend}!" shouted {hero}. But {friend} (shook {f_his} head|said no|would not let go).',
+            "{hero} wanted the {object}, and {friend} wanted the {object} too.",
+            '"Give me the {object}, {friend}!" shouted {hero}. But {friend} (said no|would not let go).',
         ),
         step(
-            "They pulled at the {object} and (shouted|yelled|screamed), and both of them got angry.",
+            "They pulled at the {object} and (shouted|yelled|screamed).",
             "{hero} pulled on one side, and {friend} pulled on the other side.",
             "{hero} called {friend} a bad name, and {friend} (pushed|pinched|kicked) {hero}.",
         ),
         step(
-            'Then {hero}\'s {helper} came. "(Stop|Enough|Be quiet)!" {h_he} said to {hero} and {friend}.',
-            "{hero}'s {helper} heard the noise and came to (look|see what was wrong).",
-            '{friend} cried, and {hero}\'s {helper} took the {object} away. "What is going on here?" {h_he} asked.',
+            'Then {hero}\'s {helper} came. "(Stop|Enough), {hero} and {friend}! Take turns," {h_he} said.',
+            "{hero}'s {helper} heard the noise and told {hero} and {friend} to take turns.",
+            '{hero}\'s {helper} took the {object} away. "You must (share|take turns)," {h_he} said.',
         ),
         step(
-            '"Why do you not take turns, {hero}?" asked the {helper}.',
-            "The {helper} told them to take turns.",
-            '"One after the other," said the {helper}. "That is fair."',
-        ),
-        step(
-            "So {hero} had the {object} in the morning, and {friend} had it in the afternoon.",
+            "So {hero} had the {object} first, and then {friend} had the {object}.",
             "{hero} let {friend} go first. Then it was the turn of {hero}.",
-            "First {friend} had the {object} for a while, and then {hero} had it.",
+            "{friend} had the {object} in the morning, and {hero} had it (later|at noon|after lunch).",
         ),
         step(
             "It was much more fun than fighting.",
             '"This is fun," said {hero}, and {friend} (agreed|nodded|laughed).',
-            "Soon they forgot that they had been angry.",
+            "Soon {hero} and {friend} forgot that they had been angry.",
         ),
         step(
             "{hero} and {friend} learned that sharing is better than fighting.",
@@ -69,44 +66,44 @@ LUNCH = Plot(
     (QUALITY, PLACE, NUMBER),
     (
         step(
-            "There was a (hungry|happy|friendly|quiet) {girl} named {hero}. For lunch, {he} had {a_quality} {object}.",
+            "There was a (hungry|happy|friendly|quiet) {girl} named {hero}. For lunch, {hero} had {a_quality} {object}.",
             "(One day|One morning|Today), {hero} packed {a_quality} {object} for lunch.",
-            "Once there was a {girl} named {hero} who had {a_quality} {object} in {his} lunch box.",
+            "Once there was a {girl} named {hero} who had {a_quality} {object} for lunch.",
         ),
         step(
-            "{He} sat down {at_place} to eat.",
+            "{hero} sat down {at_place} to eat.",
             "At noon, {hero} went to {place} and (sat down|found a place to sit).",
             "{hero} took it to {place}, because it was a (sunny|lovely|warm) day.",
         ),
         step(
-            "There {he} met {friend}, who had nothing to eat.",
-            "A {f_girl} named {friend} sat there too, but {f_he} had no lunch.",
+            "There {hero} met {friend}, who had nothing to eat.",
+            "A {f_girl} named {friend} sat there too, but {friend} had no lunch.",
             '"Hello, {friend}," said {hero}. "Where is your lunch?" {friend} looked down.',
         ),
         step(
-            '"I forgot my lunch," said {friend}. {f_His} tummy (rumbled|growled).',
-            '"A dog ate my lunch," said {friend} (sadly|quietly).',
-            "{friend} had dropped {f_his} lunch in the water and was very hungry.",
+            '"I forgot my lunch," said {friend} to {hero}.',
+            '"A dog ate my lunch, {hero}," said {friend} (sadly|quietly).',
+            '"My lunch fell into the water," said {friend} and looked very hungry.',
         ),
         step(
-            "{hero} looked at the {object} for a moment. Then {he} knew what to do.",
-            "{hero} was hungry too, but {he} felt sorry for {friend}.",
+            "{hero} was hungry, but {he} felt sorry for {friend}.",
             '"I cannot eat while {friend} is hungry," thought {hero}.',
+            "{hero} wanted to help {friend} and knew (what to do|how).",
         ),
         step(
-            '{He} cut the {object} in two. "Half is for you," {he} said to {friend}.',
-            '"We can share my {object}, {friend}," said {hero}, and {he} (cut|broke) it in half.',
+            '{hero} cut the {object} in two. "Half is for you, {friend}," said {hero}.',
+            '"We can share my {object}, {friend}," said {hero} and (cut|broke) it in half.',
             "So {hero} gave {friend} half of the {object}.",
         ),
         step(
-            "They ate together and (talked|laughed|sang|told jokes).",
-            '"This {object} is (good|great|wonderful)," said {friend}. "Thank you, {hero}!"',
-            "The {object} tasted better than ever, because they ate it together.",
+            "{hero} and {friend} ate together and (talked|laughed|sang|told jokes).",
+            '"This is (good|great|wonderful)," said {friend}. "Thank you, {hero}!"',
+            "It tasted better than ever, because {hero} and {friend} ate it together.",
         ),
         step(
-            "{Number} days later, {hero} had no lunch, and this time {friend} shared with {him}.",
-            "The next day, {friend} brought {number} cookies and gave them all to {hero}.",
-            "After that, {friend} shared {number} (plums|nuts|grapes|sweets) with {hero}.",
+            "{Number} days later, {friend} shared {f_his} lunch with {hero}.",
+            "The next day, {friend} brought {number} nuts and gave them all to {hero}.",
+            "After that, {friend} shared {number} (plums|grapes|sweets) with {hero}.",
         ),
         step(
             "{hero} learned that sharing makes friends.",
@@ -132,49 +129,44 @@ HUNGRY_ANIMAL = Plot(
     (QUALITY, PLACE, SPOT, ANIMAL),
     (
         step(
-            "On a (sunny|cold|rainy) day, {hero} walked to {place} with {a_quality} {object} in {his} (bag|basket|pocket).",
-            "A (kind|gentle|brave) {girl} named {hero} was {at_place}. {He} had {a_quality} {object} with {him}.",
+            "On a (sunny|cold|rainy) day, {hero} walked to {place} with {a_quality} {object}.",
+            "A (kind|gentle|brave) {girl} named {hero} was {at_place}. {hero} had {a_quality} {object}.",
             "(One day|One cold day|One evening), {hero} took {a_quality} {object} to {place}.",
         ),
         step(
             "There was {a_animal} {spot}.",
-            "{He} heard a (soft|small|strange) sound. It was {a_animal} {spot}.",
+            "{hero} heard a (soft|small|strange) sound. It was {a_animal} {spot}.",
             "Then {hero} saw {a_animal}. It was hiding {spot}.",
         ),
         step(
-            "The {animal} was (thin|weak|cold) and hungry.",
-            'It looked at {hero} with big eyes. "You must be hungry, little {animal}," {he} said.',
-            "The poor {animal} had not eaten for days.",
+            "The animal was (thin|weak|cold) and hungry.",
+            'It looked at {hero} with big eyes. "You must be hungry," said {hero}.',
+            "The poor animal had not eaten for days, and {hero} felt sorry.",
         ),
         step(
             "{hero} broke the {object} into small pieces and put them on the ground.",
-            '"You can have my {object}," said {hero}, and {he} put it (down|on the ground).',
-            "{He} held out a piece of the {object} and waited (quietly|without a sound).",
+            '"You can have my {object}," said {hero}, and the animal ate (all of it|every bit).',
+            "So {hero} gave it the {object}, and it (ate and ate|ate it all).",
         ),
         step(
-            "At first the {animal} was afraid, but then it came closer and ate.",
-            "The {animal} ate all of the {object} and looked (happy|much better|pleased).",
-            "Step by step, the {animal} came near. Then it ate the {object}.",
+            '{hero} told {friend} about it. "I want to see the animal too," said {friend}.',
+            "{hero} ran to fetch {friend}, who loved animals.",
+            "Then {hero} met {his} friend {friend}, who wanted to help (too|at once).",
         ),
         step(
-            "When {hero} went home, the {animal} followed {him}.",
-            '{hero} told {friend} about it. "I want to see the {animal} too," {f_he} said.',
-            "{hero} ran to fetch {his} friend {friend}, who loved animals.",
+            "{hero} and {friend} built a little house for the animal out of (wood|boxes|straw|branches).",
+            "{friend} brought (water|milk|a warm cloth|some straw), and {hero} stroked the animal.",
+            "Together, {hero} and {friend} took care of the animal.",
         ),
         step(
-            "{hero} and {friend} built a little house for the {animal} out of (wood|boxes|straw|branches).",
-            "{friend} brought (water|milk|a warm cloth|some straw), and {hero} stroked the {animal}.",
-            "Together, {hero} and {friend} took care of the {animal}.",
-        ),
-        step(
-            "Every day, they came back with something to eat, and the {animal} grew (big|strong|fat).",
-            "Soon the {animal} was (well|strong|healthy) and jumped around {hero}.",
-            "The {animal} was never hungry again.",
+            "Every day, {hero} and {friend} came back, and the animal grew (big|strong|fat).",
+            "Soon the animal was (well|strong|healthy) and jumped around {hero}.",
+            "The animal was never hungry again, because {hero} and {friend} fed it.",
         ),
         step(
             "{hero} learned that a small gift can change a life.",
             "{hero} was happy, for {he} had found a new friend.",
-            "And when {hero} is sad, the {animal} comes to cheer {him} up.",
+            "And when {hero} is sad, the animal comes to cheer {him} up.",
         ),
     ),
     (
@@ -195,43 +187,38 @@ SECRET_BOX = Plot(
     (COLOR, HELPER, DAY),
     (
         step(
-            "The {helper} of {hero} had a box. In the box was {a_color} {object}, but nobody knew.",
-            "A {girl} named {hero} got a (big|closed|heavy) box. {A_color} {object} was in it, but {he} did not know.",
+            "There was a box with {a_color} {object} in it, but a {girl} named {hero} did not know.",
+            "A {girl} named {hero} got a (big|closed|heavy) box. In it was {a_color} {object}.",
             "One day, {a_color} {object} lay in a box for a (curious|lively|clever) {girl} named {hero}.",
         ),
         step(
-            '"You may open it on {day}," said {his} {helper}.',
-            "{His} {helper} told {him} to wait until {day}.",
+            '"You may open the box on {day}, {hero}," said {his} {helper}.',
+            "{His} {helper} told {hero} to wait until {day}.",
             '"Do not open the box before {day}, {hero}," {his} {helper} said.',
         ),
         step(
             "{hero} shook the box and (listened|put {his} ear on it). Something moved.",
             "It was hard to wait. {hero} walked around the box all day.",
-            "{He} looked at the box (again and again|every hour|before bed) and wondered what was inside.",
+            "{hero} looked at the box (again and again|every hour|before bed) and wondered.",
         ),
         step(
-            '{friend} came to visit. "Let us open it now," {f_he} said.',
+            '{friend} came to visit. "Let us open the box now, {hero}," said {friend}.',
             '"Just one little look, {hero}," said {friend}. "Nobody will know."',
             "{His} friend {friend} wanted to open the box (at once|with a knife|right away).",
         ),
         step(
             '"No, {friend}," said {hero}. "I promised to wait."',
-            "{hero} wanted to say yes, but {he} shook {his} head.",
-            '{hero} sat down on the box. "We must wait, {friend}," {he} said.',
+            "{hero} wanted to say yes to {friend}, but {he} shook {his} head.",
+            '{hero} sat down on the box. "We must wait, {friend}," said {hero}.',
         ),
         step(
-            "At last, it was {day}. {hero} opened the box and saw the {object}.",
-            '{day} came, and the {helper} smiled. "Now open it, {hero}!" It was {a_object}.',
-            "On {day}, {hero} lifted the lid. There was the {object}, all {color} and (new|shiny|bright).",
+            "At last, it was time. {hero} opened the box and saw the {object}.",
+            '"Now open it, {hero}!" said {friend} on the right day. It was {a_object}.',
+            "When the day came, {hero} opened the box. There was the {object}, all (new|shiny|bright).",
         ),
         step(
-            '"It was worth the wait," said {hero}, and {he} thanked {his} {helper}.',
-            '"You waited so well," said the {helper}. "I am proud of you, {hero}."',
-            "{hero} (laughed|cheered|danced), and the {helper} laughed too.",
-        ),
-        step(
-            "Then {hero} showed the {object} to {friend}, and they played all day.",
-            "{friend} was allowed to hold the {object} first.",
+            "Then {hero} showed the {object} to everybody, and {friend} was happy too.",
+            "{hero} let {friend} hold the {object} first.",
             '"Next time I will wait too," said {friend} to {hero}.',
         ),
         step(
@@ -259,8 +246,8 @@ RACE = Plot(
     (COLOR, PLACE, NUMBER),
     (
         step(
-            "There was a fast {girl} named {hero}. {He} wanted to win a race, because the prize was {a_color} {object}.",
-            "There was a big race, and the prize was {a_color} {object}. A {girl} named {hero} wanted to win it.",
+            "There was a fast {girl} named {hero}. {hero} ran in a race to win {a_color} {object}.",
+            "There was a race, and the prize was {a_color} {object}. A {girl} named {hero} wanted to win it.",
             "(One day|Last summer|In spring), {hero} ran in a race. The winner would get {a_color} {object}.",
         ),
         step(
@@ -270,43 +257,33 @@ RACE = Plot(
         ),
         step(
             '"I will win the {object}," said {hero}. "We will see," said {friend}.',
-            "{friend} was there too, and {f_he} was as fast as {hero}.",
-            '"Good luck, {hero}," said {friend}, who stood next to {him}.',
+            "{friend} was there too, and {friend} was as fast as {hero}.",
+            '"Good luck, {hero}," said {friend}. "The {object} is (nice|lovely)."',
         ),
         step(
-            '"(Ready, set, go|One, two, three)!" And off they went. {hero} was in front.',
-            "The whistle blew, and {hero} ran like the wind.",
-            "{hero} ran (faster and faster|as fast as {he} could). Only {friend} was close behind.",
+            "The race began. Soon {friend} (fell|stumbled|tripped) and hurt {f_his} (knee|foot|leg).",
+            'They ran (off|fast|like the wind). Then there was a cry. "My foot!" called {friend}.',
+            "{hero} was in front when {friend} (slipped|tripped) in the grass and fell down hard.",
         ),
         step(
-            "Then {friend} (fell|stumbled|tripped) and hurt {f_his} (knee|foot|leg).",
-            'Suddenly, there was a cry. "My foot!" called {friend} from the ground.',
-            "But then {friend} stepped on a stone and fell down hard.",
+            "{hero} could see the finish, but {he} ran back to {friend}.",
+            "{hero} stopped at once. {friend} was more important than the {object}.",
+            '"Wait, {friend}, I am coming," called {hero} and left the race.',
         ),
         step(
-            "{hero} could see the finish, but {he} turned around and ran back to {friend}.",
-            "{hero} stopped at once. A friend was more important than the {object}.",
-            '"Wait, {friend}, I am coming," called {hero}, and {he} left the race.',
-        ),
-        step(
-            "{He} helped {friend} up, and they walked to the finish together.",
+            "{hero} helped {friend} up, and they walked to the finish together.",
             '"Lean on me, {friend}," said {hero}. They were the last of all.',
             "Arm in arm, {hero} and {friend} came in last, but everybody (clapped|cheered).",
         ),
         step(
-            'The judge said, "{hero} has the best heart," and gave {him} the {object}.',
-            'The winner came to {hero}. "You should have the {object}," the winner said.',
+            '"{hero} has the best heart," said the judge and gave {him} the {object}.',
+            'The winner said, "You should have the {object}, {hero}."',
             "The people gave the {object} to {hero}, because {he} had been so kind.",
         ),
         step(
             "{hero} and {friend} shared the {object}, and they were both happy.",
-            '"It is for both of us," said {hero}, and {friend} (smiled|beamed|laughed).',
-            "{friend} thanked {hero} with all {f_his} heart.",
-        ),
-        step(
+            '"The {object} is for both of us," said {hero}, and {friend} (smiled|beamed|laughed).',
             "{hero} learned that being kind is better than being first.",
-            "You do not have to be first to win, and {hero} knew it now.",
-            "That is why the {color} {object} still reminds {hero} of a good deed.",
         ),
     ),
     (
@@ -335,14 +312,9 @@ BRAVE = Plot(
             "{hero} liked many things, but {he} did not like {fear}.",
         ),
         step(
-            "When {he} thought of {fear}, {he} (shook|trembled) and wanted to run away.",
-            "Because of {fear}, {he} could not sleep at night.",
-            "{He} stayed at home all day, only because of {fear}.",
-        ),
-        step(
-            'One day, {friend} asked, "What are you afraid of, {hero}?"',
+            'One day, {friend} asked, "What is wrong, {hero}?"',
             "A {f_girl} named {friend} lived next door and saw how (scared|afraid) {hero} was.",
-            "{hero} told {his} friend {friend} about it. {friend} did not laugh at {him}.",
+            "{hero} told {his} friend {friend} the truth. {friend} did not laugh.",
         ),
         step(
             '"I know a trick," said {friend}. "Hold your {object} and count to {number}."',
@@ -350,29 +322,24 @@ BRAVE = Plot(
             '"When I am afraid, I count to {number}," said {friend}. "Your {object} can help you."',
         ),
         step(
-            "That evening, {hero} was scared again. {He} took the {object} and began to count.",
-            "The next time, {hero} held the {color} {object} tight and counted (slowly|out loud).",
-            "{hero} tried it at once. {He} closed {his} eyes and pressed the {object} to {his} heart.",
+            "That evening, {hero} was scared again. {hero} took the {object} and began to count.",
+            "The next time, {hero} held the {object} tight and counted (slowly|out loud).",
+            "{hero} tried it at once and pressed the {object} to {his} heart.",
         ),
         step(
-            "At {number}, {he} was calm.",
-            "When {he} came to {number}, the fear was (smaller|weaker|almost gone).",
-            '"One, two, three," {he} whispered, up to {number}. Nothing bad happened.',
-        ),
-        step(
-            '"It works, {friend}!" called {hero}. "I am not afraid of {fear} anymore."',
-            "{hero} ran to {friend} and told {f_him} that {fear} could not scare {him} now.",
-            "The next day, {hero} thanked {friend} for the trick.",
+            "After that, {hero} was (calm|not scared) and could smile again.",
+            "When {hero} had counted, the fear was (smaller|weaker|almost gone).",
+            '"It works, {friend}!" called {hero}. "I am not afraid anymore."',
         ),
         step(
             '"You did it yourself, {hero}," said {friend}.',
             "{friend} was proud of {hero} and gave {him} a hug.",
-            '"I knew that you were brave," said {friend}, and {f_he} (winked|smiled|laughed) at {hero}.',
+            '"I knew that you were brave, {hero}," said {friend} and (winked|smiled|laughed).',
         ),
         step(
             "{hero} learned that everybody is afraid sometimes, and that is all right.",
             "Now {hero} is the bravest {girl} in the (street|town|village).",
-            "And the {object} sits by the bed of {hero}, just in case.",
+            "And the {object} is always near {hero}, just in case.",
         ),
     ),
     (
@@ -400,44 +367,44 @@ PAINTING = Plot(
             '"I will paint {a_color} {object}," said {hero} to {his} {helper}.',
         ),
         step(
-            "But the first picture looked like {a_animal}.",
-            '{hero} tried, but it was not easy. "That looks like {a_animal}," said {his} (brother|sister|cousin).',
-            "{hero} took a brush and began. When {he} was done, the {object} looked like {a_animal}.",
+            "But the first {object} looked like {a_animal}.",
+            "{hero} tried, but it was not easy. The {object} looked like {a_animal}.",
+            "{hero} began (at once|happily), but the {object} looked like {a_animal}.",
         ),
         step(
-            '"I cannot do it," {he} said, and {he} (threw the brush away|tore up the paper|hid the picture).',
+            '"I cannot do it," said {hero} and (cried|tore up the paper|hid the picture).',
             "{hero} was so (angry|upset|cross) that {he} spilled the paint.",
             "{hero} felt like giving up. Who would want such a picture?",
         ),
         step(
-            'Then {friend} came in. "Nobody can do it the first time, {hero}," {f_he} said.',
-            '"It is a nice {animal}," said {friend}. "Now look at a real {object}, {hero}, and try again."',
-            "{His} friend {friend} saw the picture and did not laugh. {f_He} told {hero} to try again.",
+            'Then {friend} came in. "Nobody can do it the first time, {hero}," said {friend}.',
+            '"Look at a real {object}, {hero}," said {friend}, "and try again."',
+            "{His} friend {friend} saw the {object} and told {hero} to try again.",
         ),
         step(
-            "So {hero} tried again. {He} painted the {object} {number} times.",
-            "{friend} sat down with {hero}, and they painted {number} pictures of the {object}.",
+            "So {hero} tried again and painted the {object} {number} times.",
+            "{friend} sat down with {hero}, and they painted the {object} {number} times.",
             "{hero} practiced for {number} days, and {friend} helped {him}.",
         ),
         step(
             "Every {object} was a little better than the one before.",
-            "With each picture, {hero} got better.",
-            "The lines became straight, and the {color} paint stayed where it should.",
+            "With each {object}, {hero} got better.",
+            "The lines became straight, and {hero} began to (smile|sing|laugh).",
         ),
         step(
-            "The last {object} looked so real that you wanted to touch it.",
-            'At last it was done. "That is the best {object} I have ever seen," said {friend}.',
-            "In the end, the {object} was {color} and (bright|beautiful|just right).",
+            "The last {object} looked so real that you could touch it.",
+            '"That is the best {object} of all, {hero}," said {friend}.',
+            "In the end, the {object} was (bright|beautiful|just right).",
         ),
         step(
-            '{hero} gave the picture to {his} {helper}. "It is (wonderful|perfect|lovely)!" {h_he} said.',
-            "The {helper} was so (happy|pleased) that {h_he} hung the picture on the wall.",
-            "{His} {helper} looked at it and had tears of joy in {h_his} eyes.",
+            '"What a (wonderful|perfect|lovely) {object}, {hero}!" everybody said.',
+            "Everybody was so (happy|pleased) that they hung the {object} on the wall.",
+            "It was a fine present, and {hero} was (proud|glad|happy).",
         ),
         step(
             "{hero} learned that you get better if you try again.",
-            '"Never give up," {hero} says now to everybody.',
-            "And {hero} thanked {friend}, who had believed in {him}.",
+            '"Never give up," {hero} says now to {friend}.',
+            "And {hero} thanked {friend}, who had helped {him}.",
         ),
     ),
     (
@@ -446,10 +413,10 @@ PAINTING = Plot(
         DENY_COLOR,
         question("What did {hero} paint?", "({hero} painted {a_object}.|{He} painted {a_color} {object}.)"),
         question("What did the first picture look like?", "(It looked like {a_animal}.|Like {a_animal}.)"),
-        question("Who got the picture?", "({His} {helper} got it.|{hero}'s {helper} got it.)"),
+        question("Who was the picture for?", "(It was for {his} {helper}.|It was for {hero}'s {helper}.)"),
         question("Who told {hero} to try again?", "({friend} did.|It was {friend}.)"),
         question("Did {hero} give up?", "No, {hero} tried again."),
-        question("How did the story end?", "{hero} gave the picture to {his} {helper}."),
+        question("How did the story end?", "{hero} painted a good picture of {a_object}."),
     ),
 )
 
