@@ -96,13 +96,13 @@ def _evaluate(loaded: "Loaded", data: Path, out: Path) -> None:
 
 
 def _tell_stories(loaded: "Loaded", out: Path) -> int:
-    """Sample stories about held-out pairs; returns how many are right."""
+    """Continue openings that name a hero and a thing which never met in training; returns how many stories are right."""
     from pellucid.data.samples import check_story, held_out_prompts
     from pellucid.inference import SamplingParams, generate
     from pellucid.text import decode, with_stop_ids
 
     assert loaded.tokenizer is not None
-    prompts = held_out_prompts(NUM_STORIES)
+    prompts = [prompt for prompt in held_out_prompts(2 * NUM_STORIES) if prompt.kind == "opening"]
     params = with_stop_ids(SamplingParams(temperature=0.5, max_tokens=220), loaded.tokenizer)
     seeded = [replace(params, seed=i) for i in range(NUM_STORIES)]
     results = generate(loaded.model, [_ids(loaded, prompt) for prompt in prompts], seeded, batch_size=NUM_STORIES)
