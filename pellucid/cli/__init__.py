@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     args.settings = settings
     logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     if argv is None and getattr(args, "wants_allocator", False):
-        allocator.use_jemalloc()
+        allocator.keep_memory()
     try:
         code: int = args.run(args)
         return code

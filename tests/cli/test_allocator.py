@@ -1,0 +1,59 @@
+"""The re-execution that settles the memory allocator."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pellucid.cli import allocator
+
+FAULTS = """
+import resource, torch
+def step():
+    for _ in range(20):
+        torch.ones(4_000_000).add_(1)
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(**environment):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "LD_PRELOAD"))}
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS], env=clean | environment, capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
+
+
+def test_glibc_told_to_keep_its_memory_stops_faulting():
+    assert faults() > 10_000  # as it comes
+    assert faults(**allocator.GLIBC_SETTINGS) < 500
+
+
+@pytest.mark.skipif(allocator.find() is None, reason="neither jemalloc nor tcmalloc is installed")
+def test_the_library_that_was_found_stops_faulting():
+    assert faults(**allocator.environment(allocator.find())) < 500
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_command_is_started_again_once(monkeypatch, installed, tmp_path):
+    started = []
+    library = tmp_path / "libjemalloc.so.2"
+    monkeypatch.setattr(allocator, "find", lambda: library if installed else None)
+    monkeypatch.setattr(os, "execve", lambda path, argv, environment: started.append((argv, environment)))
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.delenv(allocator.MARK, raising=False)
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(sys, "argv", ["pellucid", "train", "a.toml"])
+    allocator.keep_memory()
+    ((argv, environment),) = started
+    assert argv[1:] == ["-m", "pellucid", "train", "a.toml"]
+    assert environment[allocator.MARK] == (library.name if installed else "glibc")
+    assert ("LD_PRELOAD" in environment) is installed
+    monkeypatch.setenv(allocator.MARK, "none")
+    allocator.keep_memory()
+    assert len(started) == 1
