@@ -100,7 +100,9 @@ def chances(lexicon: Lexicon) -> dict[str, float]:
 @cache
 def _chance_of_pairs(plot: Plot, held_out: bool) -> float:
     heroes, objects = chances(HERO), chances(plot.objects)
-    return sum(p * q for hero, p in heroes.items() for thing, q in objects.items() if is_held_out(hero, thing) == held_out)
+    return sum(
+        p * q for hero, p in heroes.items() for thing, q in objects.items() if is_held_out(hero, thing) == held_out
+    )
 
 
 @cache
