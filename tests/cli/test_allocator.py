@@ -11,8 +11,8 @@ from pellucid.cli import allocator
 FAULTS = """
 import resource, torch
 def step():
-    for _ in range(20):
-        torch.ones(4_000_000).add_(1)
+    for _ in range(5):
+        torch.ones(16_000_000).add_(1)  # 61 MiB: glibc maps anything above 32 MiB anew, whatever it has learnt
 step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 step()
@@ -29,8 +29,10 @@ def faults(**environment):
 
 
 def test_glibc_told_to_keep_its_memory_stops_faulting():
-    assert faults() > 10_000  # as it comes
-    assert faults(**allocator.GLIBC_SETTINGS) < 500
+    as_it_comes = faults()
+    if as_it_comes < 1000:
+        pytest.skip("huge pages hide the faults here")
+    assert faults(**allocator.GLIBC_SETTINGS) < 0.05 * as_it_comes
 
 
 @pytest.mark.skipif(allocator.find() is None, reason="neither jemalloc nor tcmalloc is installed")
