@@ -24,9 +24,9 @@ class AdamWOptions:
     def __post_init__(self) -> None:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optim.betas must be in [0, 1), got {list(self.betas)}")
-        if self.eps <= 0:
+        if not self.eps > 0:
             raise ConfigError(f"optim.eps must be positive, got {self.eps}")
-        if self.weight_decay < 0:
+        if not self.weight_decay >= 0:
             raise ConfigError(f"optim.weight_decay must not be negative, got {self.weight_decay}")
 
 
