@@ -14,7 +14,6 @@ from pellucid.errors import TrainingError
 
 if TYPE_CHECKING:
     from pellucid.checkpoint.model_folder import Loaded
-    from pellucid.data.samples import Prompt
 
 CONFIG = Path(__file__).parent.parent / "configs" / "demo.toml"
 SIZE = "14MB"
@@ -99,23 +98,26 @@ def _tell_stories(loaded: "Loaded", out: Path) -> int:
     """Continue openings that name a hero and a thing which never met in training; returns how many stories are right."""
     from pellucid.data.samples import check_story, held_out_prompts
     from pellucid.inference import SamplingParams, generate
-    from pellucid.text import decode, with_stop_ids
+    from pellucid.text import decode, encode_prompt, with_stop_ids
 
     assert loaded.tokenizer is not None
-    prompts = [prompt for prompt in held_out_prompts(2 * NUM_STORIES) if prompt.kind == "opening"]
+    prompts = [(prompt, prompt.text) for prompt in held_out_prompts(2 * NUM_STORIES) if prompt.text is not None]
     params = with_stop_ids(SamplingParams(temperature=0.5, max_tokens=220), loaded.tokenizer)
     seeded = [replace(params, seed=i) for i in range(NUM_STORIES)]
-    results = generate(loaded.model, [_ids(loaded, prompt) for prompt in prompts], seeded, batch_size=NUM_STORIES)
+    results = generate(
+        loaded.model,
+        [encode_prompt(loaded.tokenizer, opening) for _, opening in prompts],
+        seeded,
+        batch_size=NUM_STORIES,
+    )
     records: list[dict[str, Any]] = []
-    for prompt, result in zip(prompts, results, strict=True):
+    for (prompt, opening), result in zip(prompts, results, strict=True):
         answer = decode(loaded.tokenizer, result.ids)
-        story = answer if prompt.text is None else prompt.text + answer
-        verdict = check_story(story, prompt)
-        asked = prompt.text if prompt.messages is None else prompt.messages[-1]["content"]
+        verdict = check_story(opening + answer, prompt)
         records.append(
             {
                 "kind": "story",
-                "prompt": asked,
+                "prompt": opening,
                 "text": answer,
                 "verdict": "ok" if verdict.ok else verdict.reason,
                 "ok": verdict.ok,
@@ -129,27 +131,15 @@ def _tell_stories(loaded: "Loaded", out: Path) -> int:
     return good
 
 
-def _ids(loaded: "Loaded", prompt: "Prompt") -> list[int]:
-    from pellucid.text import encode_prompt
-
-    assert loaded.tokenizer is not None
-    if prompt.messages is not None:
-        return loaded.tokenizer.encode_chat(prompt.messages, add_generation_prompt=True)
-    assert prompt.text is not None
-    return encode_prompt(loaded.tokenizer, prompt.text)
-
-
 def _chat(loaded: "Loaded", out: Path) -> None:
-    """One exchange of two turns: a story on request, then a sum."""
+    """Two questions, each a conversation of its own: a story on request, then a sum."""
     from pellucid.inference import SamplingParams
     from pellucid.text import stream_text
 
     assert loaded.tokenizer is not None
-    messages: list[dict[str, str]] = []
     records = []
     for question in ("Tell me a story about Mia and a red ball.", "What is 23 + 41?"):
-        messages = [{"role": "user", "content": question}]
-        ids = loaded.tokenizer.encode_chat(messages, add_generation_prompt=True)
+        ids = loaded.tokenizer.encode_chat([{"role": "user", "content": question}], add_generation_prompt=True)
         print(f"\nyou: {question}\nmodel: ", end="", flush=True)
         pieces = []
         for piece in stream_text(loaded.model, loaded.tokenizer, ids, SamplingParams(temperature=0, max_tokens=200)):
