@@ -132,7 +132,9 @@ def tools() -> dict[str, Finding]:
         ),
         "allocator_installed": Finding(
             str(library) if library else None,
-            "" if library or sys.platform != "linux" else "training is faster with it: install libjemalloc2",
+            ""
+            if library or sys.platform != "linux"
+            else "train and demo tell glibc to keep its memory; libjemalloc2 does too",
         ),
         "allocator_loaded": Finding(allocator.preloaded()),
     }
