@@ -13,9 +13,12 @@ if TYPE_CHECKING:
     from pellucid.config import ModelConfig, RunConfig, load_config
     from pellucid.data.batches import Batch, Loader, Windows
     from pellucid.data.shards import TokenData
-    from pellucid.errors import PellucidError
+    from pellucid.errors import CheckpointError, ConfigError, DataError, PellucidError, RankError, RequestError
     from pellucid.inference import SamplingParams
     from pellucid.model import Transformer
+    from pellucid.parallel import DDP, Executor, OptimizerProtocol, SchedulerProtocol, ShardedOptimizer, create_executor
+    from pellucid.parallel.launch import launch
+    from pellucid.parallel.world import get_current_device, get_rank, get_world_size, only_on_rank
     from pellucid.registry import register
     from pellucid.text import generate_text
     from pellucid.tokenizer import Tokenizer
@@ -24,12 +27,22 @@ if TYPE_CHECKING:
 _HOMES = {
     "Batch": "pellucid.data.batches",
     "Callback": "pellucid.train",
+    "CheckpointError": "pellucid.errors",
+    "ConfigError": "pellucid.errors",
+    "DDP": "pellucid.parallel",
+    "DataError": "pellucid.errors",
+    "Executor": "pellucid.parallel",
     "Loaded": "pellucid.checkpoint.model_folder",
     "Loader": "pellucid.data.batches",
     "ModelConfig": "pellucid.config",
+    "OptimizerProtocol": "pellucid.parallel",
     "PellucidError": "pellucid.errors",
+    "RankError": "pellucid.errors",
+    "RequestError": "pellucid.errors",
     "RunConfig": "pellucid.config",
     "SamplingParams": "pellucid.inference",
+    "SchedulerProtocol": "pellucid.parallel",
+    "ShardedOptimizer": "pellucid.parallel",
     "StopTraining": "pellucid.train",
     "TokenData": "pellucid.data.shards",
     "Tokenizer": "pellucid.tokenizer",
@@ -37,17 +50,57 @@ _HOMES = {
     "Trainer": "pellucid.train",
     "Transformer": "pellucid.model",
     "Windows": "pellucid.data.batches",
+    "create_executor": "pellucid.parallel",
     "generate_text": "pellucid.text",
+    "get_current_device": "pellucid.parallel.world",
+    "get_rank": "pellucid.parallel.world",
+    "get_world_size": "pellucid.parallel.world",
+    "launch": "pellucid.parallel.launch",
     "load_config": "pellucid.config",
     "load_model": "pellucid.checkpoint.model_folder",
+    "only_on_rank": "pellucid.parallel.world",
     "register": "pellucid.registry",
     "save_model": "pellucid.checkpoint.model_folder",
 }
 
 __all__ = [
-    "Batch", "Callback", "Loaded", "Loader", "ModelConfig", "PellucidError", "RunConfig", "SamplingParams", "StopTraining",
-    "TokenData", "Tokenizer", "TrainState", "Trainer", "Transformer", "Windows", "__version__", "generate_text",
-    "load_config", "load_model", "register", "save_model",
+    "DDP",
+    "Batch",
+    "Callback",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "Executor",
+    "Loaded",
+    "Loader",
+    "ModelConfig",
+    "OptimizerProtocol",
+    "PellucidError",
+    "RankError",
+    "RequestError",
+    "RunConfig",
+    "SamplingParams",
+    "SchedulerProtocol",
+    "ShardedOptimizer",
+    "StopTraining",
+    "TokenData",
+    "Tokenizer",
+    "TrainState",
+    "Trainer",
+    "Transformer",
+    "Windows",
+    "__version__",
+    "create_executor",
+    "generate_text",
+    "get_current_device",
+    "get_rank",
+    "get_world_size",
+    "launch",
+    "load_config",
+    "load_model",
+    "only_on_rank",
+    "register",
+    "save_model",
 ]  # fmt: skip
 
 

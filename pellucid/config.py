@@ -204,7 +204,28 @@ class ParallelConfig:
     """Who holds which part of weights, gradients and optimizer state."""
 
     mode: str = "none"
-    """Parallel mode, by its registered name."""
+    """Parallel mode, by its registered name; what only one mode has is set in a table of its own, [parallel.MODE]."""
+    bucket_size_mb: float = 25.0
+    """MiB of gradients that travel together; a bucket closes when it reaches this, the first one at 1."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """What carries the collectives; "auto": nccl on cuda, else gloo."""
+    start_method: Literal["spawn", "fork", "forkserver"] = "spawn"
+    """How --nproc starts the ranks."""
+    timeout_s: float = 1800.0
+    """Seconds after which a collective that a rank never joined is an error."""
+    ledger: bool = True
+    """Record every collective in RUN/ledger."""
+    check: bool = False
+    """Compare what ranks are about to do before each collective; otherwise in the first 3 steps only."""
+    emulate: str = ""
+    """Slow each collective down to a link such as "1Gbit/s,0.2ms" (bandwidth, latency); "": as fast as it is."""
+    modes: dict[str, Any] = field(default_factory=dict, metadata={"kind": "mode", "tables": "beside"})
+    """Options of single modes, by mode: a table [parallel.MODE] each."""
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_size_mb", "timeout_s"):
+            value = getattr(self, name)
+            _require(0 < value < math.inf, f"parallel.{name} must be positive, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -282,7 +303,7 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    callbacks: dict[str, Any] = field(default_factory=dict, metadata={"kind": "callback"})
+    callbacks: dict[str, Any] = field(default_factory=dict, metadata={"kind": "callback", "tables": "below"})
     """Registered callbacks to run, each a table of its options: [callbacks.early_stopping] patience = 3."""
 
     def __post_init__(self) -> None:
@@ -341,10 +362,10 @@ def build(cls: type[ConfigT], table: dict[str, Any], path: str = "") -> ConfigT:
     extra: dict[str, Any] = {}
     for key, value in table.items():
         declared = by_name.get(key)
-        if declared is None or declared.name == "options":
+        if declared is None or declared.name == "options" or declared.metadata.get("tables") == "beside":
             extra[key] = value
-        elif declared.metadata.get("kind") and key == "callbacks":
-            values[key] = _named_tables(declared.metadata["kind"], value, path + key)
+        elif declared.metadata.get("tables") == "below":
+            values[key] = _named_tables(declared.metadata["kind"], value, path + key + ".")
         else:
             values[key] = _convert(hints[key], value, path + key)
     for f in fields(cls):
@@ -360,7 +381,14 @@ def build(cls: type[ConfigT], table: dict[str, Any], path: str = "") -> ConfigT:
                 known = [name for name in by_name if name != "options"] + own
                 raise ConfigError(f"unknown key {path}{key}{_suggest(path, key, known, f' of {kind} {entry.name!r}')}")
         values["options"] = build(entry.config, extra, path)
-    elif extra:
+        extra = {}
+    for f in fields(cls):
+        if f.metadata.get("tables") == "beside":  # [parallel.zero1] beside parallel.mode
+            tables = {key: extra.pop(key) for key in list(extra) if key in names(f.metadata["kind"])}
+            values[f.name] = _named_tables(f.metadata["kind"], tables, path)
+            by_name.pop(f.name)
+            by_name |= dict.fromkeys(names(f.metadata["kind"]), f)
+    if extra:
         key = next(iter(extra))
         known = list(by_name) + (["preset"] if cls is ModelConfig else [])
         raise ConfigError(f"unknown key {path}{key}{_suggest(path, key, known)}")
@@ -389,8 +417,9 @@ def to_table(config: Any) -> dict[str, Any]:
             table |= to_table(value) if value is not None else {}
         elif is_dataclass(value):
             table[f.name] = to_table(value)
-        elif f.metadata.get("kind") and isinstance(value, dict):
-            table[f.name] = {name: to_table(options) for name, options in value.items()}
+        elif f.metadata.get("tables"):
+            tables = {name: to_table(options) for name, options in value.items()}
+            table |= tables if f.metadata["tables"] == "beside" else {f.name: tables}
         elif isinstance(value, tuple):
             table[f.name] = list(value)
         else:
@@ -460,8 +489,8 @@ def _named_tables(kind: str, value: Any, path: str) -> dict[str, Any]:
     if isinstance(value, dict):
         value = {name: _plain(options) for name, options in value.items()}
     if not isinstance(value, dict) or not all(isinstance(options, dict) for options in value.values()):
-        raise ConfigError(f"{path} must be a table of tables, one for each {kind}, got {value!r}")
-    return {name: build(lookup(kind, name).config, options, f"{path}.{name}.") for name, options in value.items()}
+        raise ConfigError(f"{path.rstrip('.')} must be a table of tables, one for each {kind}, got {value!r}")
+    return {name: build(lookup(kind, name).config, options, f"{path}{name}.") for name, options in value.items()}
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
@@ -565,8 +594,8 @@ def _check_rope_scaling(scaling: dict[str, Any]) -> None:
 
 
 def _write_table(config: Any, path: tuple[str, ...], lines: list[str], docs: bool) -> None:
-    tables: list[tuple[str, Any]] = []
-    options: Any = None
+    tables: list[tuple[tuple[str, ...], Any]] = []
+    commented: list[tuple[str, tuple[str, ...]]] = []
     header = ".".join(part if re.fullmatch(r"[\w-]+", part, re.ASCII) else json.dumps(part) for part in path)
     if path:
         if docs and (config.__doc__ or "").strip():
@@ -586,20 +615,25 @@ def _write_table(config: Any, path: tuple[str, ...], lines: list[str], docs: boo
             _write_keys(options, [x.name for x in fields(options)], lines, docs)
             if docs:
                 _describe_others(kind, config.name, lines)
-        elif is_dataclass(value) or f.metadata.get("kind"):
-            tables.append((f.name, value))
+        elif f.metadata.get("tables"):
+            under = () if f.metadata["tables"] == "beside" else (f.name,)
+            tables += [((*under, inner), table) for inner, table in value.items()]
+            if docs:
+                commented += [
+                    (f.metadata["kind"], (*path, *under, name))
+                    for name in names(f.metadata["kind"])
+                    if name not in value
+                ]
+        elif is_dataclass(value):
+            tables.append(((f.name,), value))
         else:
             _write_keys(config, [f.name], lines, docs)
-    for name, value in tables:
-        if docs and isinstance(value, dict) and not value:
-            for entry in names("callback"):
-                lines += ["", f"# [callbacks.{entry}]"]
-                _describe("callback", entry, lines)
-        if isinstance(value, dict):
-            for inner, table in value.items():
-                _write_table(table, (*path, name, inner), lines, docs)
-        else:
-            _write_table(value, (*path, name), lines, docs)
+    for kind, header_path in commented:
+        if fields(lookup(kind, header_path[-1]).config):
+            lines += ["", f"# [{'.'.join(header_path)}]"]
+            _describe(kind, header_path[-1], lines)
+    for name_path, value in tables:
+        _write_table(value, (*path, *name_path), lines, docs)
 
 
 def _describe_others(kind: str, chosen: str, lines: list[str]) -> None:

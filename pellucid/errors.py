@@ -6,7 +6,8 @@
     ├── CheckpointError    a model folder or a checkpoint that cannot be read     exit 2
     ├── RequestError       a prompt or sampling parameters                        exit 2
     ├── StorageError       the disk is full or refuses to be written              exit 1
-    └── TrainingError      a run that failed: a non-finite loss, nothing to learn exit 1
+    ├── TrainingError      a run that failed: a non-finite loss, nothing to learn exit 1
+    └── RankError          a rank that failed, or ranks that disagree             exit 1
 
 The first four are what a person did; each message names the key, the value and the way out.
 A broken invariant of our own is an ``assert``, never one of these.
@@ -49,3 +50,19 @@ class StorageError(PellucidError):
 
 class TrainingError(PellucidError):
     """Training cannot go on. Weights are those of the last finished step."""
+
+
+class RankError(PellucidError):
+    """A rank raised or was killed, or ranks were about to issue different collectives.
+
+    Attributes:
+        rank: the rank that failed first; None where it is not one rank's fault.
+        traceback: of that rank, as text; empty where there is none.
+        error: the name of its exception's class or of the signal that killed it.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int | None = None, traceback: str = "", error: str = "", exit_code: int = 1
+    ) -> None:
+        super().__init__(message)
+        self.rank, self.traceback, self.error, self.exit_code = rank, traceback, error, exit_code

@@ -20,7 +20,7 @@ HOMES = {
     "callback": "pellucid.train.callbacks",
     "optimizer": "pellucid.optim",
     "schedule": "pellucid.optim.schedules",
-    "mode": "pellucid.parallel.executor",
+    "mode": "pellucid.parallel",
     "source": "pellucid.data.sources",
 }
 

@@ -1,8 +1,11 @@
 """What tests of several rooms share: small data, small models, forked processes with a wall limit."""
 
+import hashlib
+import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -10,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from pellucid.config import RunConfig, run_config
 from pellucid.data.batches import Windows
@@ -75,6 +80,10 @@ def fork(function: Callable[[], Any], *, timeout: float = 60.0) -> int:
 
     Forking keeps the imports, so that a case costs a fraction of a second. The child is killed after ``timeout``.
     """
+    return wait(_fork(function), timeout)
+
+
+def _fork(function: Callable[[], Any]) -> int:
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -88,7 +97,7 @@ def fork(function: Callable[[], Any], *, timeout: float = 60.0) -> int:
         finally:
             sys.stderr.flush()
             os._exit(status)
-    return wait(pid, timeout)
+    return pid
 
 
 def wait(pid: int, timeout: float) -> int:
@@ -102,3 +111,40 @@ def wait(pid: int, timeout: float) -> int:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     raise AssertionError(f"the child did not end within {timeout} s")
+
+
+def run_ranks(function: Callable[[], Any], size: int, *, timeout: float = 60.0) -> list[Any]:
+    """What ``function`` returns on each of ``size`` forked ranks of a gloo group; must be what JSON can hold.
+
+    A rank that fails ends the test with its traceback on stderr; all are killed after ``timeout``.
+    """
+    statuses, results = try_ranks(function, size, timeout=timeout)
+    assert statuses == [0] * size, f"ranks ended with {statuses}"
+    return results
+
+
+def try_ranks(function: Callable[[], Any], size: int, *, timeout: float = 60.0) -> tuple[list[int], list[Any]]:
+    """As `run_ranks`, but a rank may fail: the exit status of each, and the result of each that has one."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def rank(number: int) -> None:
+            torch.set_num_threads(1)
+            store = dist.FileStore(f"{folder}/store", size)
+            dist.init_process_group("gloo", store=store, rank=number, world_size=size)
+            result = function()
+            Path(folder, f"result{number}").write_text(json.dumps(result), encoding="utf-8")
+            dist.barrier()  # no rank goes away while another still talks to it
+
+        pids = [_fork(lambda number=number: rank(number)) for number in range(size)]  # type: ignore[misc]
+        end = time.monotonic() + timeout
+        statuses = [wait(pid, max(0.1, end - time.monotonic())) for pid in pids]
+        files = [Path(folder, f"result{number}") for number in range(size)]
+        return statuses, [json.loads(file.read_text(encoding="utf-8")) if file.exists() else None for file in files]
+
+
+def digest(model: torch.nn.Module) -> str:
+    """A hash of all parameters."""
+    total = hashlib.sha256()
+    for parameter in model.parameters():
+        total.update(parameter.detach().numpy().tobytes())
+    return total.hexdigest()

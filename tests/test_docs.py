@@ -23,7 +23,6 @@ DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMING_FROM = ROOT / "docs" / "coming-from.md"
 
 ISSUES = {
-    "Data parallelism one can see",
     "Full sharding, one logical checkpoint",
     "The model family and foreign formats",
     "The inference engine",

@@ -27,6 +27,8 @@ def shortened(words: list[str]) -> list[str]:
     words = ["200KB" if previous == "--size" else word for previous, word in zip(["", *words], words, strict=False)]
     if words[0] == "train" and "--resume" not in words:
         words += SMALL
+        if "--nproc" in words:  # forked: a spawned rank imports torch first; two ranks share a batch of four
+            words += ["--parallel.start_method", "fork", "--train.global_batch", "4"]
     if words[0] == "generate" and "--max-tokens" not in words:
         words += ["--max-tokens", "8"]
     return words
@@ -47,7 +49,7 @@ def test_the_readme_runs_as_printed(
         if (words := shlex.split(line, comments=True)) and words[0] == "pellucid"
     ]
     assert {words[1] for words in commands} >= {
-        "prepare", "train", "eval", "generate", "chat", "inspect", "config", "doctor",
+        "prepare", "train", "eval", "generate", "chat", "inspect", "config", "doctor", "trace", "plan",
     }  # fmt: skip
     for words in commands:
         monkeypatch.setattr(sys, "stdin", io.StringIO("Who is it?\n"))

@@ -22,6 +22,11 @@ after_operation: Callable[[str, Path], None] | None = None
 """Called around each operation with its name ("write", "fsync", "rename", "remove") and path; tests kill here."""
 
 
+def make_folder(folder: Path) -> None:
+    """A new folder, and those above it."""
+    _operate("make", folder, lambda: folder.mkdir(parents=True))
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Create ``path`` with ``data`` and sync it."""
 

@@ -114,7 +114,7 @@ class CheckpointStore:
 
 def write_checkpoint(folder: Path, snapshot: Snapshot) -> None:
     """All files of a checkpoint into a new folder, the manifest last."""
-    folder.mkdir(parents=True)
+    files.make_folder(folder)
     for name, data in snapshot.model_files.items():
         files.write_bytes(folder / name, data)
     files.write_tensors(folder / "model.safetensors", snapshot.model)
@@ -122,7 +122,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> None:
     files.write_tensors(folder / "rng.safetensors", snapshot.rng)
     files.write_json(folder / "state.json", snapshot.state)
     if snapshot.extra:
-        (folder / "extra").mkdir()
+        files.make_folder(folder / "extra")
     for name, value in snapshot.extra.items():
         if value and all(isinstance(v, Tensor) for v in value.values()):
             files.write_tensors(folder / "extra" / f"{name}.safetensors", value)

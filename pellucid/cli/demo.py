@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shutil
 import time
 from dataclasses import asdict, replace
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pellucid.cli.output import notice
-from pellucid.config import load_config
+from pellucid.config import RunConfig, load_config
 from pellucid.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 CONFIG = Path(__file__).parent.parent / "configs" / "demo.toml"
 SIZE = "14MB"
 VOCAB_SIZE = 2560
+NUM_RANKS = 2
 NUM_STORIES = 50
 GOAL = 0.8
 """Share of sampled stories that must be whole stories of the grammar, about the right people and things."""
@@ -47,15 +49,16 @@ def run(args: argparse.Namespace) -> int:
     data = out / "data"
     if not (data / "index.json").is_file():
         _prepare(data, quiet=args.quiet)
-    config = load_config(CONFIG, {"train.out": str(out), "data.path": str(data)} | args.settings)
-
-    from pellucid.checkpoint.model_folder import load_model
-    from pellucid.cli.train import train
-
-    trainer = train(config, resume=True, quiet=args.quiet)
-    if trainer.state.step < trainer.setup.total_steps:
+    config = load_config(
+        CONFIG, {"train.out": str(out), "data.path": str(data)} | _ranks(args.settings) | args.settings
+    )
+    _train(config, quiet=args.quiet, log_level=args.log_level)
+    if not (out / "model" / "config.json").is_file():
         notice("the demo was interrupted; the same command goes on from here")
         return 0
+
+    from pellucid.checkpoint.model_folder import load_model
+
     loaded = load_model(out)
     _evaluate(loaded, data, out)
     good = _tell_stories(loaded, out)
@@ -68,6 +71,24 @@ def run(args: argparse.Namespace) -> int:
         raise TrainingError(f"only {good} of {NUM_STORIES} stories are right; {GOAL:.0%} were expected")
     print(f"demo finished in {time.monotonic() - began:.0f} s (install not counted)")
     return 0
+
+
+def _ranks(settings: dict[str, str]) -> dict[str, Any]:
+    """Settings that divide the work over `NUM_RANKS` processes, unless the machine is small or the mode is given."""
+    if "parallel.mode" in settings or (os.cpu_count() or 1) < NUM_RANKS:
+        return {}
+    table = load_config(CONFIG).train
+    return {"parallel.mode": "zero1", "train.micro_batch": table.global_batch // NUM_RANKS}
+
+
+def _train(config: RunConfig, *, quiet: bool, log_level: str) -> None:
+    from pellucid.cli.train import train, train_on_ranks
+
+    options = {"resume": True, "dry_run": False, "quiet": quiet}
+    if config.parallel.mode == "none":
+        train(config, **options)
+    else:
+        train_on_ranks(config, NUM_RANKS, options, log_level)
 
 
 def _prepare(data: Path, *, quiet: bool) -> None:

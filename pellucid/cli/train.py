@@ -1,13 +1,14 @@
 """`pellucid train`."""
 
 import argparse
+import logging
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pellucid.cli.output import notice
 from pellucid.config import RunConfig, load_config
-from pellucid.errors import ConfigError, PellucidError
+from pellucid.errors import ConfigError, PellucidError, RankError
 
 if TYPE_CHECKING:
     from pellucid.train import Trainer
@@ -29,14 +30,78 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--resume", action="store_true", help="continue from the newest checkpoint in RUN, if there is one"
     )
     parser.add_argument("--init", metavar="MODEL", help="start from the weights of this model, checkpoint or run")
+    parser.add_argument(
+        "--nproc", type=int, metavar="N", help="train on N ranks of this machine, one process each (torchrun works too)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the estimate and stop")
     parser.set_defaults(run=run, takes_settings=True, wants_allocator=True)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train; also writes the report."""
-    train(run_configuration(args), resume=args.resume, dry_run=args.dry_run, quiet=args.quiet)
+    from pellucid.parallel.world import in_environment, is_restart, process_group
+
+    args.resume = args.resume or is_restart()
+    config = run_configuration(args)
+    options = {"resume": args.resume, "dry_run": args.dry_run, "quiet": args.quiet}
+    if in_environment():
+        if args.nproc is not None:
+            raise ConfigError(
+                f"--nproc {args.nproc} was given under torchrun, which starts the ranks itself; leave it out"
+            )
+        with process_group(_backend(config), config.parallel.timeout_s) as world:
+            _require_mode(config, world.size)
+            train(config, **options)
+    elif args.nproc is None or args.nproc == 1:
+        train(config, **options)
+    else:
+        train_on_ranks(config, args.nproc, options, args.log_level)
     return 0
+
+
+def train_on_ranks(config: RunConfig, nproc: int, options: dict[str, bool], log_level: str) -> None:
+    """As `train`, on ``nproc`` ranks of this machine. Shared with the demo.
+
+    Args:
+        options: `train`'s own.
+
+    Raises:
+        RankError: a rank failed; its traceback is on stderr.
+    """
+    from pellucid.parallel.launch import launch
+
+    _require_mode(config, nproc)
+    method, timeout_s = config.parallel.start_method, config.parallel.timeout_s
+    try:
+        launch(
+            _train_rank, nproc, config, options, log_level,
+            start_method=method, backend=_backend(config), timeout_s=timeout_s,
+        )  # fmt: skip
+    except RankError as error:
+        if error.exit_code != ConfigError.exit_code and error.traceback:
+            notice(error.traceback)
+        raise
+
+
+def _train_rank(config: RunConfig, options: dict[str, bool], log_level: str) -> None:
+    from pellucid.parallel.world import get_rank
+
+    layout = f"%(levelname)s rank {get_rank()} %(name)s: %(message)s"
+    logging.basicConfig(level=log_level.upper(), format=layout, force=True)
+    train(config, **options)
+
+
+def _backend(config: RunConfig) -> str:
+    """What carries the collectives; nccl cannot carry those of a run on cpu."""
+    on_cpu = config.train.device.partition(":")[0] == "cpu"
+    return "gloo" if on_cpu and config.parallel.backend == "auto" else config.parallel.backend
+
+
+def _require_mode(config: RunConfig, size: int) -> None:
+    if size > 1 and config.parallel.mode == "none":
+        raise ConfigError(
+            f"parallel.mode is none, which trains on one rank, and there are {size}; choose ddp, zero1 or torch_ddp"
+        )
 
 
 def run_configuration(args: argparse.Namespace) -> RunConfig:
@@ -60,19 +125,25 @@ def run_configuration(args: argparse.Namespace) -> RunConfig:
 
 
 def train(config: RunConfig, *, resume: bool = False, dry_run: bool = False, quiet: bool = False) -> "Trainer":
-    """Set up, say what is coming, run, and write ``report.html``. Shared with the demo."""
+    """Set up, say what is coming, run, and write ``report.html``. Shared with the demo.
+
+    With several ranks every one calls it, and the first speaks for all.
+    """
     from pellucid.cli.progress import TrainProgress
+    from pellucid.parallel.world import get_rank
     from pellucid.report import build_report
     from pellucid.report.terminal import format_seconds
     from pellucid.train import Trainer
     from pellucid.train.estimate import estimate
+    from pellucid.train.ranks import on_first_rank
 
-    progress = TrainProgress(quiet=quiet)
+    is_first = get_rank() == 0
+    progress = TrainProgress(quiet=quiet or not is_first)
     trainer = Trainer(config, callbacks=[progress])
-    forecast = estimate(trainer.setup)
-    if not quiet or dry_run:
+    forecast = on_first_rank(lambda: estimate(trainer.setup), tag="init/estimate")
+    if forecast is not None and (not quiet or dry_run):
         notice(forecast.line())
-    forecast.refuse_if_too_large()
+    on_first_rank(lambda: forecast.refuse_if_too_large() if forecast else None, tag="init/memory")
     if dry_run:
         return trainer
     run = Path(config.train.out)
@@ -81,15 +152,15 @@ def train(config: RunConfig, *, resume: bool = False, dry_run: bool = False, qui
     except ConfigError:  # the folder is somebody else's
         raise
     except BaseException:
-        if (run / "metrics.jsonl").is_file():
+        if is_first and (run / "metrics.jsonl").is_file():
             with suppress(PellucidError):  # what went wrong first is what matters
                 build_report(run)
         raise
     finally:
         progress.close()
-    build_report(run)
-    why = f" ({trainer.stop_reason})" if trainer.stop_reason else ""
-    print(
-        f"{config.train.out}: step {state.step:,} of {trainer.setup.total_steps:,}{why} in {format_seconds(progress.seconds)}"
-    )
+    if is_first:
+        build_report(run)
+        why = f" ({trainer.stop_reason})" if trainer.stop_reason else ""
+        steps = f"step {state.step:,} of {trainer.setup.total_steps:,}"
+        print(f"{config.train.out}: {steps}{why} in {format_seconds(progress.seconds)}", flush=True)
     return trainer

@@ -112,8 +112,13 @@ class Windows:
 
     def batches(self, micro_batch: int) -> Iterator[Batch]:
         """Each window once, in order, in batches of equal shape."""
-        for first in range(0, len(self), micro_batch):
-            yield self.batch(list(range(first, min(first + micro_batch, len(self)))), micro_batch)
+        for i in range(-(-len(self) // micro_batch)):
+            yield self.batch_number(i, micro_batch)
+
+    def batch_number(self, i: int, micro_batch: int) -> Batch:
+        """The i-th of `batches`."""
+        first = i * micro_batch
+        return self.batch(list(range(first, min(first + micro_batch, len(self)))), micro_batch)
 
 
 class Loader:

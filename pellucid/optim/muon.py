@@ -145,6 +145,7 @@ def build_muon(model: nn.Module, lr: float, options: MuonOptions) -> Muon:
     hidden = [(name, p) for name, p in matrices["params"] if name != "lm_head.weight"]
     head = [(name, p) for name, p in matrices["params"] if name == "lm_head.weight"]
     groups = [matrices | {"params": hidden, "muon": True}, matrices | {"params": head}, *rest]
+    groups[0]["elementwise"] = False  # an orthogonal update needs the whole matrix
     for group in groups[1:]:
-        group["lr_scale"] = options.adamw_lr_ratio
+        group |= {"lr_scale": options.adamw_lr_ratio, "elementwise": True}
     return Muon([group for group in groups if group["params"]], lr, options)

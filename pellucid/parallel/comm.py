@@ -1,18 +1,377 @@
-"""The only module that calls a collective. Each call names what it moves."""
+"""The only module that calls a collective. Each call names what it moves (``tag``) and is recorded.
+
+W ranks. Where there is one rank nothing is sent and nothing is recorded. `use` sets what watches the calls of this process:
+a ledger, a check that ranks agree, a link to imitate.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, overload
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from pellucid.errors import ConfigError
+from pellucid.parallel.check import Intent
+from pellucid.parallel.ledger import Clock, CommEvent, CommLedger, Phase, wire_bytes
+
+Group = dist.ProcessGroup | None
+"""None is the group of all ranks."""
 
 
-def all_reduce(value: float, *, tag: str) -> float:
-    """The sum of a number over all ranks, in float64; the number itself where there is one process.
+class Check(Protocol):
+    """Compares what ranks are about to do; see `pellucid.parallel.check`."""
+
+    def before(self, intent: Intent) -> None: ...
+    def leave(self, reason: str) -> None: ...
+
+
+@dataclass(slots=True)
+class Link:
+    """A connection that carries one collective after the other, each for latency + bytes / bandwidth seconds."""
+
+    bytes_per_s: float
+    latency_s: float
+    busy_until: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> "Link":
+        """From ``"1Gbit/s,0.2ms"``; the latency may be left out.
+
+        Raises:
+            ConfigError: it is not of that form.
+        """
+        bandwidth, _, latency = text.partition(",")
+        try:
+            return cls(_quantity(bandwidth, _BANDWIDTHS) / 8, _quantity(latency, _TIMES) if latency else 0.0)
+        except ValueError:
+            raise ConfigError(
+                f'parallel.emulate is {text!r}; write a bandwidth and a latency like "1Gbit/s,0.2ms"'
+            ) from None
+
+    def charge(self, num_bytes: int) -> float:
+        """When a collective issued now would be over, on the clock of `time.perf_counter`."""
+        begin = max(time.perf_counter(), self.busy_until)
+        self.busy_until = begin + self.latency_s + num_bytes / self.bytes_per_s
+        return self.busy_until
+
+
+_BANDWIDTHS = {"Gbit/s": 1e9, "Mbit/s": 1e6, "GB/s": 8e9, "MB/s": 8e6}
+_TIMES = {"ms": 1e-3, "us": 1e-6, "s": 1.0}
+
+
+def _quantity(text: str, units: dict[str, float]) -> float:
+    unit = next((u for u in units if text.strip().endswith(u)), None)
+    if unit is None:
+        raise ValueError(text)
+    value = float(text.strip().removesuffix(unit)) * units[unit]
+    if not 0 <= value < math.inf or (units is _BANDWIDTHS and value == 0):
+        raise ValueError(text)
+    return value
+
+
+@dataclass(slots=True)
+class _Watch:
+    ledger: CommLedger | None = None
+    check: Check | None = None
+    check_until: int | None = None
+    link: Link | None = None
+    clock: Clock = field(default_factory=Clock)
+
+
+_watch = _Watch()
+
+
+def use(
+    *,
+    ledger: CommLedger | None = None,
+    check: Check | None = None,
+    check_until: int | None = None,
+    link: Link | None = None,
+) -> None:
+    """What watches the collectives of this process from now on; nothing, if called without arguments.
+
+    Args:
+        check_until: the last step whose collectives are checked; None checks all.
+    """
+    _watch.ledger, _watch.check, _watch.check_until, _watch.link = ledger, check, check_until, link
+
+
+def ledger() -> CommLedger | None:
+    """What records the collectives of this process, if something does."""
+    return _watch.ledger
+
+
+def leave(reason: str) -> None:
+    """This rank will issue no more collectives; ranks that are about to wait for it are told why."""
+    if _watch.check is not None:
+        _watch.check.leave(reason)
+        _watch.check = None
+
+
+@contextmanager
+def record() -> Iterator[CommLedger]:
+    """A ledger of the collectives issued inside."""
+    outer, _watch.ledger = _watch.ledger, CommLedger()
+    try:
+        yield _watch.ledger
+    finally:
+        _watch.ledger = outer
+
+
+def begin_step(step: int) -> None:
+    """Optimizer step ``step``, counted from 1, is under way: times and lines of the ledger belong to it."""
+    _watch.clock.begin_step(step)
+
+
+def begin_micro_batch(micro: int) -> None:
+    """Micro-batch ``micro`` of the step is under way."""
+    _watch.clock.micro = micro
+
+
+def enter(phase: Phase) -> None:
+    """What this rank does from here on, for the collectives that it issues and for the trace."""
+    _watch.clock.enter(phase, _watch.ledger)
+
+
+class Pending:
+    """A collective under way. Nobody may touch its tensors before `wait` has returned."""
+
+    __slots__ = ("_deadline", "_event", "_finish", "_finished_at", "_work")
+
+    def __init__(
+        self, work: Any, event: CommEvent | None, deadline: float, finish: Callable[[], None] | None = None
+    ) -> None:
+        self._work, self._event, self._deadline, self._finish = work, event, deadline, finish
+        self._finished_at = math.inf
+        if event is not None and work is not None:
+            _call_when_done(work, self._note_time)
+
+    def wait(self) -> None:
+        """Until the result is there. A second call does nothing."""
+        if self._work is None and self._finish is None:
+            return
+        asked = time.perf_counter()
+        if self._work is not None:
+            self._work.wait()
+        remaining = self._deadline - time.perf_counter()
+        if remaining > 0:
+            time.sleep(remaining)
+        done = time.perf_counter()
+        if self._event is not None:
+            began = _watch.clock.began
+            self._event.t_wait = asked - began
+            # what finished before it was asked for says so itself, from the thread that carried it
+            self._event.t_done = min(max(self._finished_at, self._deadline), done) - began
+        finish, self._work, self._finish = self._finish, None, None
+        if finish is not None:
+            finish()
+
+    def future(self, value: Tensor) -> "torch.futures.Future[Tensor]":
+        """For engines of torch's own: resolves to ``value`` when the collective is over."""
+
+        def over(_done: Any) -> Tensor:
+            time.sleep(max(0.0, self._deadline - time.perf_counter()))
+            if self._event is not None:  # who waits, and from when, torch does not let us see
+                self._event.t_wait = self._event.t_done = _watch.clock.now()
+            return value
+
+        assert self._work is not None
+        result: torch.futures.Future[Tensor] = self._work.get_future().then(over)
+        return result
+
+    def _note_time(self, _future: Any) -> None:
+        self._finished_at = time.perf_counter()
+
+
+def _call_when_done(work: Any, callback: Callable[[Any], None]) -> None:
+    try:
+        work.get_future().add_done_callback(callback)
+    except RuntimeError:  # a backend without futures: done is when the wait is over
+        return
+
+
+# -- collectives --------------------------------------------------------------------------------------------
+
+
+@overload
+def all_reduce(value: float, *, tag: str) -> float: ...
+@overload
+def all_reduce(value: Sequence[float], *, tag: str) -> list[float]: ...
+
+
+def all_reduce(value: float | Sequence[float], *, tag: str) -> float | list[float]:
+    """The sum of a number, or of several, over all ranks, in float64; what was given where there is one rank.
 
     Args:
         value: this rank's share.
         tag: what is summed, as the ledger names it ("tokens", "loss").
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return value
-    total = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.item()
+    if world_size() == 1:
+        return value if isinstance(value, int | float) else list(value)
+    total = torch.tensor(value, dtype=torch.float64, device=_device())
+    all_reduce_(total, tag=tag).wait()
+    result: float | list[float] = total.tolist()
+    return result
+
+
+def all_reduce_(
+    tensor: Tensor, *, tag: str, op: Literal["sum", "max"] = "sum", owner: Sequence[str] = (), group: Group = None
+) -> Pending:
+    """Sum ``tensor`` in place over the ranks of ``group``, or take the largest of each element."""
+    if world_size(group) == 1:
+        return Pending(None, None, 0)
+    event, deadline = _begin("all_reduce", tensor, tag, owner, group)
+    reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+    return Pending(dist.all_reduce(tensor, reduce_op, group=group, async_op=True), event, deadline)
+
+
+def reduce_scatter(full: Tensor, shard: Tensor, *, tag: str, owner: Sequence[str] = (), group: Group = None) -> Pending:
+    """Sum ``full [W * n]`` over ranks into ``shard [n]``: rank r gets elements ``[r n, (r + 1) n)``.
+
+    On CPU it is an exchange and a sum in rank order: gloo's own would move as much as an all-reduce.
+    """
+    size = world_size(group)
+    if size == 1:
+        shard.copy_(full)
+        return Pending(None, None, 0)
+    event, deadline = _begin("reduce_scatter", full, tag, owner, group)
+    if full.device.type != "cpu":
+        scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return Pending(scatter(shard, full, group=group, async_op=True), event, deadline)
+    received = torch.empty_like(full)
+
+    def add_up() -> None:
+        rows = received.view(size, -1).unbind()
+        torch.add(rows[0], rows[1], out=shard)
+        for row in rows[2:]:
+            shard.add_(row)
+
+    return Pending(dist.all_to_all_single(received, full, group=group, async_op=True), event, deadline, add_up)
+
+
+def all_gather(shard: Tensor, full: Tensor, *, tag: str, owner: Sequence[str] = (), group: Group = None) -> Pending:
+    """Concatenate every rank's ``shard [n]`` into ``full [W * n]``, of which ``shard`` must be no part."""
+    if world_size(group) == 1:
+        full.copy_(shard)
+        return Pending(None, None, 0)
+    event, deadline = _begin("all_gather", full, tag, owner, group)
+    gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return Pending(gather_into(full, shard, group=group, async_op=True), event, deadline)
+
+
+def broadcast(tensor: Tensor, *, tag: str, src: int = 0, owner: Sequence[str] = (), group: Group = None) -> Pending:
+    """Copy the ``tensor`` of rank ``src`` of the group over everybody's."""
+    if world_size(group) == 1:
+        return Pending(None, None, 0)
+    event, deadline = _begin("broadcast", tensor, tag, owner, group, src=src)
+    return Pending(dist.broadcast(tensor, group=group, group_src=src, async_op=True), event, deadline)
+
+
+def gather(shard: Tensor, full: Tensor | None, *, tag: str, owner: Sequence[str] = (), group: Group = None) -> Pending:
+    """Concatenate every rank's ``shard [n]`` into the first rank's ``full [W * n]``; the others pass None."""
+    size = world_size(group)
+    if size == 1:
+        assert full is not None
+        full.copy_(shard)
+        return Pending(None, None, 0)
+    event, deadline = _begin("gather", shard, tag, owner, group, numel=shard.numel() * size)
+    rows = list(full.view(size, -1).unbind()) if full is not None else None
+    return Pending(dist.gather(shard, rows, group=group, group_dst=0, async_op=True), event, deadline)
+
+
+def all_gather_bytes(data: bytes, *, tag: str, group: Group = None) -> list[bytes]:
+    """What every rank has to say, in rank order, on every rank."""
+    size = world_size(group)
+    if size == 1:
+        return [data]
+    lengths = torch.empty(size, dtype=torch.int64, device=_device())
+    all_gather(torch.tensor([len(data)], device=_device()), lengths, tag=f"{tag}/lengths", group=group).wait()
+    longest = max(1, int(lengths.max()))
+    padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8).to(_device())
+    table = torch.empty(size * longest, dtype=torch.uint8, device=_device())
+    all_gather(padded, table, tag=tag, group=group).wait()
+    rows = table.view(size, longest).cpu().numpy()
+    return [rows[i, : int(length)].tobytes() for i, length in enumerate(lengths)]
+
+
+def barrier(*, tag: str) -> None:
+    """Until every rank is here."""
+    if world_size() == 1:
+        return
+    event, deadline = _begin("barrier", torch.empty(0), tag, (), None)
+    Pending(dist.barrier(async_op=True), event, deadline).wait()
+
+
+def decide(name: str, value: bool) -> bool:
+    """``value``, a decision that every rank takes by itself: while calls are checked, compared between ranks first."""
+    if world_size() > 1 and _checked():
+        assert _watch.check is not None
+        _watch.check.before(
+            Intent(op="decide", tag=name, dtype="", numel=0, value=f"{name}={value}", site=_call_site())
+        )
+    return value
+
+
+def world_size(group: Group = None) -> int:
+    """Ranks in a group; 1 without a process group."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank(group: Group = None) -> int:
+    """This rank's number in a group; 0 without a process group."""
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+
+
+# -- what surrounds each call -------------------------------------------------------------------------------
+
+
+def _begin(
+    op: str, tensor: Tensor, tag: str, owner: Sequence[str], group: Group, *, numel: int | None = None, src: int = 0
+) -> tuple[CommEvent | None, float]:
+    """Check, then note a collective; returns its line and when an imitated link will have carried it (0: no link)."""
+    size = world_size(group)
+    numel = tensor.numel() if numel is None else numel
+    payload = numel * tensor.element_size()
+    kind = str(tensor.dtype).removeprefix("torch.")
+    if (
+        _checked() and size == world_size()
+    ):  # the ranks of a smaller group are not all of those that the check waits for
+        assert _watch.check is not None
+        _watch.check.before(Intent(op=op, tag=tag, dtype=kind, numel=numel, site=_call_site()))
+    if _watch.ledger is None and _watch.link is None:
+        return None, 0.0
+    sent = wire_bytes(op, payload, size, (rank(group) - src) % size)
+    issued = _watch.clock.now()
+    deadline = _watch.link.charge(sent) if _watch.link is not None else 0.0
+    if _watch.ledger is None:
+        return None, deadline
+    clock = _watch.clock
+    name = "world" if group is None or group == dist.group.WORLD else str(group.group_name)
+    event = CommEvent(
+        clock.step, clock.micro, op, tag, name, kind, numel, payload, sent, tuple(owner), clock.phase, issued
+    )
+    _watch.ledger.events.append(event)
+    return event, deadline
+
+
+def _checked() -> bool:
+    return _watch.check is not None and (_watch.check_until is None or _watch.clock.step <= _watch.check_until)
+
+
+def _call_site() -> str:
+    """The nearest caller outside this module, as ``file:line``."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _device() -> torch.device:
+    """Where small tensors must be for the backend to move them."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

@@ -3,17 +3,17 @@
 import html
 import json
 import math
-import os
 import re
 from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pellucid.errors import DataError, StorageError
+from pellucid.errors import DataError
 from pellucid.report.chart import Chart, Curve
 from pellucid.report.files import count_parameters, find_model, read_config, read_object, read_samples, read_text
 from pellucid.report.metrics import RunLog, number, read_log
+from pellucid.report.page import render, write_text
 from pellucid.report.terminal import format_bytes, format_cell, format_count, format_seconds
 from pellucid.version import __version__
 
@@ -34,18 +34,9 @@ def build_report(run_dir: str | Path) -> Path:
     run = Path(run_dir)
     if not run.is_dir():
         raise DataError(f"{run}: no such run folder")
-    page = _render(_contents(run))
+    page = render(TEMPLATE, _contents(run))
     path = run / "report.html"
-    temporary = run / f".report.html.tmp-{os.getpid()}"
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(page)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise StorageError(f"{path}: cannot be written ({error.strerror})") from error
+    write_text(path, page)
     return path
 
 
@@ -117,23 +108,6 @@ def _contents(run: Path) -> dict[str, Any]:
         "card": read_text((find_model(run) or run / "model") / "README.md"),
         "saves": [f"step {event['step']:,}" for event in log.saves],
     }
-
-
-def _render(contents: dict[str, Any]) -> str:
-    import jinja2  # here, so that reading a run's numbers does not load it
-    from markupsafe import Markup
-
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["embedded"] = _embedded
-    environment.filters["markup"] = Markup  # only for SVG and text escaped by this module
-    return environment.get_template(TEMPLATE).render(contents)
-
-
-def _embedded(value: object) -> str:
-    """JSON that cannot end the script element it stands in."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _cards(log: RunLog, config: dict[str, Any]) -> list[tuple[str, str, str]]:

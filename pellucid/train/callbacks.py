@@ -13,9 +13,11 @@ The order of one optimizer step, which is also the order of the methods below:
     on_save                                   when a checkpoint is complete on disk, which may be steps later
 
 Around them stand on_train_begin and on_train_end; on_error comes before the error leaves `Trainer.train`.
+With several ranks every rank calls its own, on_save excepted, which only the first does: it writes.
 Callbacks are called in the order of the configuration's [callbacks] table, then those given to `Trainer`.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ import torch
 from pellucid.data.batches import Batch
 from pellucid.errors import ConfigError
 from pellucid.registry import register
+from pellucid.train.ranks import gather_json
 
 if TYPE_CHECKING:
     from pellucid.train.loop import Trainer
@@ -183,12 +186,27 @@ class GradientStatistics(Callback):
     def on_before_step(self, trainer: "Trainer", info: StepInfo) -> None:
         if info.step % self.every:
             return
-        table: dict[str, dict[str, float]] = {}
-        for name, parameter in trainer.model.named_parameters():
-            if parameter.grad is not None:
-                grad = parameter.grad.float()
-                values = torch.stack(
-                    [torch.linalg.vector_norm(grad), grad.mean(), grad.std(correction=0), grad.min(), grad.max()]
-                )
-                table[name] = dict(zip(("norm", "mean", "std", "min", "max"), values.tolist(), strict=True))
-        trainer.log({"event": "gradients", "step": info.step, "parameters": table})
+        executor = trainer.setup.executor
+        mine = {name: _sums(grad) for name, grad in executor.gradients()}
+        tables = gather_json(mine, tag="gradients") if executor.shards_gradients else [mine]
+        names = [name for name, _ in trainer.model.named_parameters() if any(name in table for table in tables)]
+        merged = {name: _merge([table[name] for table in tables if name in table]) for name in names}
+        trainer.log({"event": "gradients", "step": info.step, "parameters": merged})
+
+
+def _sums(grad: torch.Tensor) -> list[float]:
+    wide = grad.double()
+    return [grad.numel(), float(wide.sum()), float(wide.square().sum()), float(grad.min()), float(grad.max())]
+
+
+def _merge(slices: list[list[float]]) -> dict[str, float]:
+    """Statistics of a gradient from those of its slices."""
+    numel, total, squares = (math.fsum(part[i] for part in slices) for i in range(3))
+    mean = total / numel
+    return {
+        "norm": math.sqrt(squares),
+        "mean": mean,
+        "std": math.sqrt(max(0.0, squares / numel - mean * mean)),
+        "min": min(part[3] for part in slices),
+        "max": max(part[4] for part in slices),
+    }

@@ -1,12 +1,21 @@
 """What a run will need, before its first step."""
 
-from dataclasses import dataclass
+import math
+import os
+from dataclasses import dataclass, replace
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from pellucid.config import RunConfig, options_of
 from pellucid.errors import ConfigError
+from pellucid.parallel import comm
+from pellucid.parallel.bucket import ParameterInfo, parameter_infos
+from pellucid.parallel.plan import modes
+from pellucid.registry import lookup
+from pellucid.train.activations import ShapeModel, known_shape, peak_activation_bytes
 from pellucid.train.precision import matmul_gflops
-from pellucid.train.setup import Setup, context_of
+from pellucid.train.setup import Setup, context_of, plan_mode
 
 GIB = 2**30
 EFFICIENCY = 0.55
@@ -19,9 +28,9 @@ class Estimate:
 
     parameters: int
     state_bytes: int
-    """Weights, gradients and the optimizer's moments."""
+    """Weights, gradients and what the optimizer keeps, on this rank."""
     activation_bytes: int
-    """Of one micro-batch, roughly."""
+    """Of one micro-batch, at its peak; `peak_activation_bytes`."""
     available_bytes: int | None
     seconds: float | None
     """For all steps; None on devices whose speed is not probed."""
@@ -55,20 +64,21 @@ class Estimate:
 
 
 def estimate(setup: Setup) -> Estimate:
-    """Memory from shapes, time from the model's arithmetic and a probe of the matrix-product speed."""
+    """Memory from a run on shapes, time from the model's arithmetic and a probe of the matrix-product speed."""
     config = setup.config
-    context, micro = context_of(config), config.train.micro_batch
+    context = context_of(config)
     tokens = config.train.global_batch * context
-    parameters = setup.model.num_parameters()
     seconds = None
     if setup.device.type == "cpu":
         speed = matmul_gflops(setup.dtype) * 1e9 * EFFICIENCY
-        seconds = setup.total_steps * tokens * setup.model.flops_per_token(context) / speed
+        seconds = setup.total_steps * tokens / comm.world_size() * setup.model.flops_per_token(context) / speed
     kind = str(setup.dtype).removeprefix("torch.")
     return Estimate(
-        parameters=parameters,
-        state_bytes=16 * parameters,
-        activation_bytes=activation_bytes(setup, micro * context, context),
+        parameters=setup.model.num_parameters(),
+        state_bytes=_state_bytes(config),
+        activation_bytes=peak_activation_bytes(
+            config, strategy=setup.strategy, device=setup.device, documents=_documents_in_a_row(setup)
+        ),
         available_bytes=_available(setup.device),
         seconds=seconds,
         steps=setup.total_steps,
@@ -77,23 +87,57 @@ def estimate(setup: Setup) -> Estimate:
     )
 
 
-def activation_bytes(setup: Setup, tokens: int, context: int) -> int:
-    """Kept from forward to backward for one micro-batch of ``tokens``, plus the logits and their gradient."""
-    c = setup.config.model
-    width = 4 if setup.dtype == torch.float32 else 2
-    heads = c.num_attention_heads * c.head_dim
-    kv = c.num_key_value_heads * c.head_dim
-    residual = 2 * c.hidden_size * 4  # inputs of the two norms, float32
-    block = residual + width * (2 * c.hidden_size + 3 * heads + 4 * kv + 4 * c.intermediate_size)
-    if setup.config.train.activation_checkpointing:
-        kept = c.num_hidden_layers * c.hidden_size * 4 + block
-    else:
-        kept = c.num_hidden_layers * block
-    logits = c.vocab_size * (2 * 4 + width)
-    return tokens * (kept + logits)
+def planned_parameters(config: RunConfig, *, vocab_size: int = 0) -> list[ParameterInfo]:
+    """The parameters of ``config.model`` as `plan` wants them, with what ``config.optim`` keeps for each.
+
+    The optimizer takes one step on tensors without storage, so that any registered one is counted as it is; one that cannot
+    step without values is taken to keep two tensors, as Adam does. Only state of the parameter's own shape counts: a number
+    of steps is no memory to speak of.
+
+    Args:
+        vocab_size: where ``config.model.vocab_size`` is 0.
+
+    Raises:
+        ConfigError: no vocabulary size is known.
+    """
+    model = ShapeModel(known_shape(config, vocab_size))
+    options = options_of("optimizer", config.optim.name, config.optim.options)
+    with FakeTensorMode():
+        model.fill(torch.device("cpu"))
+        optimizer: torch.optim.Optimizer = lookup("optimizer", config.optim.name).target(
+            model, config.optim.lr, options
+        )
+        infos = parameter_infos(model, optimizer)
+        try:
+            optimizer.step()
+        except RuntimeError:
+            return infos
+    parameters = dict(model.named_parameters())
+    return [replace(info, state_tensors=_state_tensors(optimizer, parameters[info.name])) for info in infos]
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
+    state = optimizer.state[parameter].values()
+    return sum(isinstance(value, torch.Tensor) and value.shape == parameter.shape for value in state)
+
+
+def _state_bytes(config: RunConfig) -> int:
+    """Of this rank; modes that cannot be planned are taken to hold everything."""
+    mode = config.parallel.mode if config.parallel.mode in modes() else "none"
+    held = plan_mode(config, planned_parameters(config), mode, world_size=comm.world_size(), micro_batches=1)
+    return held.weights_bytes + held.gradients_bytes + held.optimizer_bytes
+
+
+def _documents_in_a_row(setup: Setup) -> int:
+    """Of mean length, the first one cut off; 1 where a row cannot hold a border."""
+    split, context = setup.loader.windows.split, context_of(setup.config)
+    if split.num_documents == 1:
+        return 1
+    return min(context, 1 + math.ceil(context * split.num_documents / split.num_tokens))
 
 
 def _available(device: torch.device) -> int | None:
+    """Free bytes for this rank: the ranks of a machine share its memory, and each has its own GPU."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -101,4 +145,5 @@ def _available(device: torch.device) -> int | None:
             table = dict(line.split(":", 1) for line in file)
     except OSError:
         return None
-    return int(table["MemAvailable"].split()[0]) * 1024
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", comm.world_size())) if comm.world_size() > 1 else 1
+    return int(table["MemAvailable"].split()[0]) * 1024 // here

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
@@ -17,9 +18,11 @@ from pellucid.data.batches import Batch, Windows
 from pellucid.errors import TrainingError
 from pellucid.model import Transformer
 from pellucid.parallel import comm
+from pellucid.parallel.ledger import LedgerFiles
 from pellucid.train.callbacks import BatchInfo, Callback, SaveInfo, StepInfo, StopTraining, ValidationInfo
 from pellucid.train.precision import autocast
-from pellucid.train.saving import RunWriter, restore
+from pellucid.train.ranks import gather_json, gather_rng, on_first_rank, stop_reason
+from pellucid.train.saving import RunWriter, load_newest_everywhere, restore, write_plan
 from pellucid.train.setup import Setup, prepare
 from pellucid.train.state import TrainState, capture_rng
 from pellucid.train.strategies import LossOutput, Strategy
@@ -55,7 +58,14 @@ class Trainer:
         self.optimizer = self.setup.optimizer
         self.state = TrainState()
         self.stop_reason: str | None = None
+        """Why the run ends before its last step, once all ranks know."""
+        self._stopped_by_callback = False
+        self._wants_stop: str | None = None
+        """Why this rank wants to end; a signal may set it at any time."""
+        self._callback_wants_stop = False
+        self._last_saved = 0
         self._writer: RunWriter | None = None
+        self._ledger_files: LedgerFiles | None = None
         self._loss = _compiled(self.setup.strategy.__call__, self.config)
         self._validation_loss = _compiled(self.setup.strategy.validate, self.config)
 
@@ -73,22 +83,22 @@ class Trainer:
             StorageError: a checkpoint or the log could not be written.
             ConfigError: the run folder was used before and ``resume`` is False, or cannot be used.
         """
-        self._writer = RunWriter(self.setup, resume=resume) if self.config.train.out else None
         try:
-            if self._writer is not None:
-                restored = self._writer.load_newest() if resume else None
-                if restored is not None:
-                    self._restore(restored)
-                self._writer.begin(self.state.step)
+            if self.config.train.out:
+                self._open(resume=resume)
             with _signals(self._request_stop):
                 self._call("on_train_begin", self.state)
                 self._run()
                 self._call("on_train_end", self.state)
+            comm.leave("it has finished its run")
         except BaseException as error:
+            comm.leave(f"it failed: {type(error).__name__}: {error}")
             for callback in self.setup.callbacks:
                 callback.on_error(self, error)
             raise
         finally:
+            if self._ledger_files is not None:
+                self._ledger_files.close()
             if self._writer is not None:
                 self._writer.close()
         return self.state
@@ -98,12 +108,32 @@ class Trainer:
         if self._writer is not None:
             self._writer.folder.log(record)
 
+    def _open(self, *, resume: bool) -> None:
+        """The run's folder: written by the first rank, read by all."""
+        self._writer = on_first_rank(lambda: RunWriter(self.setup, resume=resume), tag="init/folder")
+        restored = load_newest_everywhere(self.setup) if resume else None
+        if restored is not None:
+            self._restore(restored)
+        self._last_saved = self.state.step
+        writer, step, ended = self._writer, self.state.step, self._stopped_by_callback
+        on_first_rank(lambda: writer.begin(step, ended=ended) if writer else None, tag="init/log")
+        ledger = comm.ledger()
+        if ledger is not None:
+            folder = Path(self.config.train.out) / "ledger"
+            self._ledger_files = LedgerFiles(folder, comm.rank(), after=self.state.step)
+            if comm.rank() == 0:
+                write_plan(self.setup, folder)
+
     # -- the loop -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         setup, state, train = self.setup, self.state, self.config.train
         started = time.monotonic()
         self.model.train()
+        self._agree_on_stop()
+        ledger = comm.ledger()
+        if ledger is not None and state.step:
+            ledger.clear()  # how ranks started is recorded once, before step 1
         while state.step < setup.total_steps and self.stop_reason is None:
             loader = setup.loader
             if loader.samples in (0, len(loader.windows)):
@@ -118,20 +148,24 @@ class Trainer:
                 self._call("on_epoch_end", state)
             if train.max_seconds is not None and time.monotonic() - started > train.max_seconds:
                 self._request_stop(f"train.max_seconds = {train.max_seconds:g} are over")
-            if train.save_every and state.step % train.save_every == 0:
+            self._agree_on_stop()  # ★ a signal reaches one rank, the end is everybody's
+            if comm.decide("save", bool(train.save_every) and state.step % train.save_every == 0):
                 self._save()
             self._announce_saves()
+            self._write_ledger()
         self._finish()
 
     def _step(self) -> StepInfo:
         """One optimizer step; ``state`` counts it when it is complete."""
         setup, state, executor = self.setup, self.state, self.setup.executor
         begin = time.perf_counter()
+        comm.begin_step(state.step + 1)
         lr = self.config.optim.lr * setup.schedule(state.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         window = [batch.to(setup.device) for batch in setup.loader.next_window()]
-        weight = comm.all_reduce(sum(map(setup.strategy.weight, window)), tag="tokens")  # ★
+        mine = [sum(map(setup.strategy.weight, window)), sum(int((b.document_ids >= 0).sum()) for b in window)]
+        weight, num_tokens = comm.all_reduce(mine, tag="tokens")  # ★
         if weight == 0:
             raise TrainingError(
                 f"step {state.step + 1} has no supervised token; look at the data with `pellucid inspect`"
@@ -146,11 +180,11 @@ class Trainer:
             sums.append(loss.sum.detach())
             self._call("on_batch_end", BatchInfo(state.step + 1, i, batch, None), loss=sums[-1])
         executor.finish_grads()  # ★ wait for what is still on the wire
-        mine = [float(value) for value in sums]
-        loss_value = comm.all_reduce(math.fsum(mine), tag="loss") / weight  # ★
+        losses = [float(value) for value in sums]
+        loss_value = comm.all_reduce(math.fsum(losses), tag="loss") / weight  # ★
         norm = executor.grad_norm()  # ★ one scalar, if gradients are sharded
-        update = self._refuse_or_clip(norm, mine, window)
-        tokens = int(comm.all_reduce(sum(int((b.document_ids >= 0).sum()) for b in window), tag="tokens_seen"))  # ★
+        update = comm.decide("step", self._refuse_or_clip(norm, loss_value, losses, window))
+        tokens = int(num_tokens)
         seconds = time.perf_counter() - begin
         info = StepInfo(
             state.step + 1, setup.loader.epoch, state.tokens_seen + tokens, loss_value, lr, norm, seconds, tokens / seconds,
@@ -165,26 +199,37 @@ class Trainer:
         seconds = time.perf_counter() - begin
         return replace(info, seconds=seconds, tokens_per_s=tokens / seconds)
 
-    def _refuse_or_clip(self, norm: float, sums: list[float], window: list[Batch]) -> bool:
-        """Clip; False where a float16 step is skipped and its scale lowered. Non-finite: nobody steps."""
-        executor, step = self.setup.executor, self.state.step + 1
-        finite = math.isfinite(norm) and all(map(math.isfinite, sums))
-        if executor.scaler is not None and all(map(math.isfinite, sums)):
+    def _refuse_or_clip(self, norm: float, loss: float, mine: list[float], window: list[Batch]) -> bool:
+        """Clip; False where a float16 step is skipped and its scale lowered. Non-finite on any rank: nobody steps.
+
+        ``norm`` and ``loss`` are the same numbers on every rank, so all ranks take the same branch.
+        """
+        executor = self.setup.executor
+        finite = math.isfinite(norm) and math.isfinite(loss)
+        if executor.scaler is not None and math.isfinite(loss):
             executor.scaler.update(finite=finite)
             if not finite and executor.scaler.scale >= 1:
                 return False
         if not finite:
             executor.zero_grad()
-            bad = [i for i, value in enumerate(sums) if not math.isfinite(value)]
-            what = f"loss of micro-batch {bad[0]}" if bad else f"gradient norm ({norm})"
-            batches = [window[i] for i in bad] or window
-            raise TrainingError(
-                f"step {step}: non-finite {what}; the weights are those of step {step - 1}. "
-                f"Documents in it: {_documents(batches)}. Lower optim.lr, or look at those documents"
-            )
+            self._refuse_step(norm, mine, window)
         if self.config.optim.max_grad_norm is not None:
             executor.clip_grad_norm_(self.config.optim.max_grad_norm, norm)
         return True
+
+    def _refuse_step(self, norm: float, mine: list[float], window: list[Batch]) -> NoReturn:
+        bad = [i for i, value in enumerate(mine) if not math.isfinite(value)]
+        documents = _documents([window[i] for i in bad] or window)
+        everybodys = gather_json([bad[0] if bad else None, documents], tag="refused")
+        culprit = next((rank for rank, (micro, _) in enumerate(everybodys) if micro is not None), None)
+        what = f"gradient norm ({norm})" if culprit is None else f"loss of micro-batch {everybodys[culprit][0]}"
+        if culprit is not None and len(everybodys) > 1:
+            what += f" on rank {culprit}"
+        chosen = everybodys if culprit is None else [everybodys[culprit]]
+        raise TrainingError(
+            f"step {self.state.step + 1}: non-finite {what}; the weights are those of step {self.state.step}. "
+            f"Documents in it: {', '.join(documents for _, documents in chosen)}. Lower optim.lr, or look at those documents"
+        )
 
     @torch.no_grad()
     def validate(self) -> ValidationInfo:
@@ -192,16 +237,21 @@ class Trainer:
         setup, windows = self.setup, self.setup.val_data
         assert windows is not None, "there is no validation split"
         self.model.eval()
-        total, weight = 0.0, 0
-        for batch in windows.batches(self.config.train.micro_batch):
-            batch = batch.to(setup.device)
+        size, micro_batch = comm.world_size(), self.config.train.micro_batch
+        num_batches = -(-len(windows) // micro_batch)
+        losses, weight = [0.0] * num_batches, 0
+        for i in range(comm.rank(), num_batches, size):
+            batch = windows.batch_number(i, micro_batch).to(setup.device)
             with autocast(setup.device, setup.dtype):
-                total += float(self._validation_loss(setup.wrapped, batch).sum)
+                losses[i] = float(self._validation_loss(self.model, batch).sum)
             weight += setup.strategy.weight(batch)
+        # ★ each batch's loss is one rank's, so that their exact sum is the same for any number of ranks
+        *losses, total_weight = comm.all_reduce([*losses, float(weight)], tag="validation")
+        weight = int(total_weight)
         self.model.train()
         if weight == 0:
             raise TrainingError("the validation split has no supervised token")
-        info = ValidationInfo(self.state.step, total / weight, weight)
+        info = ValidationInfo(self.state.step, math.fsum(losses) / weight, weight)
         self.log({"event": "validation", "step": info.step, "loss": info.loss, "tokens": info.tokens})
         return info
 
@@ -210,25 +260,46 @@ class Trainer:
     def _finish(self) -> None:
         setup, state = self.setup, self.state
         state.cursor, state.rng = setup.loader.state_dict(), capture_rng()
-        if self._writer is None:
-            return
-        if self._writer.last_saved != state.step and state.step > 0:
+        if self.config.train.out and self._last_saved != state.step and state.step > 0:
             self._save()
+        if self.config.train.out:
+            on_first_rank(self._complete_folder, tag="end")  # ★ a background save that failed, failed for all
+        self._write_ledger()
+
+    def _complete_folder(self) -> None:
+        assert self._writer is not None
         self._writer.store.wait()
         self._announce_saves()
-        if state.step > 0 and (state.step >= setup.total_steps or self._writer.stopped_by_callback):
-            self._writer.write_model(state)
+        ended = self.state.step >= self.setup.total_steps or self._stopped_by_callback
+        if self.state.step > 0 and ended:
+            self._writer.write_model(self.state)
 
     def _save(self) -> None:
-        assert self._writer is not None or not self.config.train.out
-        self.state.cursor, self.state.rng = self.setup.loader.state_dict(), capture_rng()
-        if self._writer is not None:
-            self._writer.save(self.state)
+        """A checkpoint of the finished step; every rank contributes, the first one writes."""
+        setup, state = self.setup, self.state
+        state.cursor, state.rng = setup.loader.state_dict(), capture_rng()
+        if not self.config.train.out:
+            return
+        comm.enter("other")
+        state.rng = gather_rng(state.rng)  # ★
+        optimizer = setup.executor.optimizer_state()  # ★ modes that shard it
+        writer, stopped = self._writer, self.stop_reason if self._stopped_by_callback else None
+        on_first_rank(lambda: writer.save(state, optimizer, stopped=stopped) if writer else None, tag="save")  # ★
+        self._last_saved = state.step
 
     def _announce_saves(self) -> None:
         if self._writer is not None:
             for path in self._writer.take_published():
                 self._call("on_save", SaveInfo(int(path.name[5:]), path))
+
+    def _write_ledger(self) -> None:
+        ledger = comm.ledger()
+        if ledger is None:
+            return
+        if self._ledger_files is not None:
+            self._ledger_files.write(ledger)
+        else:  # nobody keeps it
+            ledger.clear()
 
     def _restore(self, snapshot: Snapshot) -> None:
         restore(self.setup, snapshot)
@@ -236,12 +307,17 @@ class Trainer:
         self.state.step, self.state.epoch = state["step"], state["epoch"]
         self.state.tokens_seen = state["tokens_seen"]
         if state.get("stopped") and state["total_steps"] == self.setup.total_steps:
-            self.stop_reason = state["stopped"]
-            assert self._writer is not None
-            self._writer.stopped_by_callback = self.stop_reason
+            self._wants_stop = state["stopped"]
+            self._callback_wants_stop = self._stopped_by_callback = True
 
     def _request_stop(self, reason: str) -> None:
-        self.stop_reason = self.stop_reason or reason
+        self._wants_stop = self._wants_stop or reason
+
+    def _agree_on_stop(self) -> None:
+        """What this rank wants becomes what all do; only here, so that all leave the loop after the same step."""
+        self.stop_reason, self._stopped_by_callback = stop_reason(
+            self._wants_stop, by_callback=self._callback_wants_stop
+        )
 
     def _call(self, hook: str, info: Any, *, loss: torch.Tensor | None = None) -> None:
         if not self.setup.callbacks:
@@ -253,8 +329,7 @@ class Trainer:
                 getattr(callback, hook)(self, info)
             except StopTraining as stop:
                 self._request_stop(stop.reason)
-                if self._writer is not None:
-                    self._writer.stopped_by_callback = stop.reason
+                self._callback_wants_stop = True
 
 
 def _compiled(

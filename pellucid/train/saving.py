@@ -1,21 +1,27 @@
 """The disk side of a run: snapshots of finished steps, their way back, and the final model."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from pellucid.checkpoint import files
 from pellucid.checkpoint.model_folder import load_weights, model_files, save_model, weights_of
-from pellucid.checkpoint.store import CheckpointStore, Snapshot, load_newest
+from pellucid.checkpoint.store import CheckpointStore, Snapshot, load_checkpoint, load_newest
 from pellucid.config import to_toml
-from pellucid.train.run_folder import RunFolder
-from pellucid.train.setup import Setup
-from pellucid.train.state import TrainState, clone_all, load_optimizer_tensors, optimizer_tensors, restore_rng
+from pellucid.parallel import comm
+from pellucid.parallel.plan import modes
+from pellucid.train.ranks import of_first_rank, on_first_rank, rng_of_rank
+from pellucid.train.run_folder import RunFolder, replace_text
+from pellucid.train.setup import Setup, plan_mode
+from pellucid.train.state import TrainState, clone_all, restore_rng, seed_everything
 from pellucid.version import __version__
 
 
 class RunWriter:
-    """Writes a run's folder: configuration, log, checkpoints and the final model."""
+    """Writes a run's folder: configuration, log, checkpoints and the final model. The first rank's alone."""
 
     def __init__(self, setup: Setup, *, resume: bool) -> None:
         self.setup = setup
@@ -29,29 +35,30 @@ class RunWriter:
         except BaseException:
             self.folder.close()
             raise
-        self.last_saved: int | None = None
-        self.stopped_by_callback: str | None = None
-        """Why a callback ended the run; it stays ended when resumed."""
 
-    def load_newest(self) -> Snapshot | None:
-        """The newest undamaged checkpoint of this run."""
-        return load_newest(self.folder.checkpoints)
+    def begin(self, step: int, *, ended: bool) -> None:
+        """Ready to log the step after ``step``.
 
-    def begin(self, step: int) -> None:
-        """Ready to log the step after ``step``."""
+        Args:
+            ended: a callback ended the run there; it stays ended.
+        """
         self.folder.write_config(self.setup.config)
         self.folder.open_log(step)
-        self.last_saved = step if step else None
         final = self.folder.path / "model"
-        if final.exists() and step < self.setup.total_steps and not self.stopped_by_callback:
+        if final.exists() and step < self.setup.total_steps and not ended:
             files.remove(final)  # it is of fewer steps; until this run ends, the newest checkpoint is the model
 
-    def save(self, state: TrainState) -> None:
-        """Take a copy of everything and write it, in the background if ``train.async_save``."""
+    def save(self, state: TrainState, optimizer: dict[str, Tensor], *, stopped: str | None) -> None:
+        """Take a copy of everything and write it, in the background if ``train.async_save``.
+
+        Args:
+            optimizer: its state, whole.
+            stopped: why a callback ended the run after this step, if one did.
+        """
         self.folder.log({"event": "save", "step": state.step, "path": f"checkpoints/step_{state.step:08d}"})
         self.folder.sync_log()
-        self.store.save(self._snapshot(state), background=self.setup.config.train.async_save)
-        self.last_saved = state.step
+        snapshot = self._snapshot(state, optimizer, stopped)
+        self.store.save(snapshot, background=self.setup.config.train.async_save)
 
     def take_published(self) -> list[Path]:
         """Checkpoints that became complete since the last call."""
@@ -70,13 +77,13 @@ class RunWriter:
         finally:
             self.folder.close()
 
-    def _snapshot(self, state: TrainState) -> Snapshot:
+    def _snapshot(self, state: TrainState, optimizer: dict[str, Tensor], stopped: str | None) -> Snapshot:
         setup = self.setup
         scaler = setup.executor.scaler
         return Snapshot(
             step=state.step,
             model=clone_all(weights_of(setup.model)),
-            optimizer=clone_all(optimizer_tensors(setup.model, setup.optimizer)),
+            optimizer=clone_all(optimizer),
             rng=clone_all(state.rng),
             state={
                 "step": state.step,
@@ -87,9 +94,9 @@ class RunWriter:
                 "tokens_seen": state.tokens_seen,
                 "schedule": {"name": setup.config.optim.schedule.name, "lr": setup.optimizer.param_groups[0]["lr"]},
                 "scaler": scaler.state_dict() if scaler is not None else None,
-                "world_size": 1,
+                "world_size": comm.world_size(),
                 "mode": setup.config.parallel.mode,
-                "stopped": self.stopped_by_callback,
+                "stopped": stopped,
                 "config_sha256": hashlib.sha256(to_toml(setup.config).encode()).hexdigest(),
                 "code_version": __version__,
             },
@@ -105,6 +112,26 @@ class RunWriter:
         return facts
 
 
+def load_newest_everywhere(setup: Setup) -> Snapshot | None:
+    """The newest undamaged checkpoint of this run, read by every rank; which one it is, the first rank says."""
+    root = Path(setup.config.train.out) / "checkpoints"
+    found = on_first_rank(lambda: load_newest(root), tag="init/resume")
+    step = int(of_first_rank(str(found.step if found is not None else -1), tag="init/step"))
+    if step < 0:
+        return None
+    return found if found is not None else load_checkpoint(root / f"step_{step:08d}")
+
+
+def write_plan(setup: Setup, folder: Path) -> None:
+    """What a step should send, beside the ledger of what it sends; nothing for modes that cannot be planned."""
+    mode, executor = setup.config.parallel.mode, setup.executor
+    if mode not in modes():
+        return
+    size, micro_batches = comm.world_size(), executor.grad_accum_steps
+    predicted = plan_mode(setup.config, executor.infos, mode, world_size=size, micro_batches=micro_batches)
+    replace_text(folder / "plan.json", json.dumps(predicted.to_json()) + "\n")
+
+
 def restore(setup: Setup, snapshot: Snapshot) -> None:
     """Put a checkpoint's weights, moments, cursor, generators and callback state into a run.
 
@@ -113,11 +140,15 @@ def restore(setup: Setup, snapshot: Snapshot) -> None:
     """
     source = Path(setup.config.train.out) / "checkpoints" / f"step_{snapshot.step:08d}"
     load_weights(setup.model, snapshot.model, source=source)
-    load_optimizer_tensors(setup.model, setup.optimizer, snapshot.optimizer)
+    setup.executor.load_optimizer_state(snapshot.optimizer)
     setup.loader.load_state_dict(snapshot.state["cursor"])
     if setup.executor.scaler is not None and snapshot.state["scaler"] is not None:
         setup.executor.scaler.load_state_dict(snapshot.state["scaler"])
     for callback in setup.callbacks:
         if callback.name in snapshot.extra:
             callback.load_state_dict(snapshot.extra[callback.name])
-    restore_rng(snapshot.rng)
+    mine = rng_of_rank(snapshot.rng, comm.rank())
+    if mine is not None:
+        restore_rng(mine)
+    else:  # a rank that the run did not have: a stream of its own, the same whenever this step is resumed
+        seed_everything(setup.config.train.seed + snapshot.step, rank=comm.rank())

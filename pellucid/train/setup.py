@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -17,13 +17,18 @@ from pellucid.errors import ConfigError, DataError
 from pellucid.model import Transformer
 from pellucid.optim import build_schedule
 from pellucid.optim.schedules import Schedule
-from pellucid.parallel import Executor, create_executor
+from pellucid.parallel import Executor, comm, create_executor
+from pellucid.parallel.bucket import ParameterInfo
+from pellucid.parallel.check import CollectiveCheck
 from pellucid.parallel.executor import LossScaler
-from pellucid.parallel.world import resolve_device
+from pellucid.parallel.ledger import CommLedger
+from pellucid.parallel.plan import ModePlan, plan
+from pellucid.parallel.world import World, store
 from pellucid.registry import lookup
 from pellucid.tokenizer import Tokenizer
 from pellucid.train.callbacks import Callback
-from pellucid.train.precision import resolve_dtype
+from pellucid.train.precision import DTYPES, resolve_dtype
+from pellucid.train.ranks import of_first_rank, on_first_rank
 from pellucid.train.run_folder import CONFIG
 from pellucid.train.state import seed_everything
 from pellucid.train.strategies import Strategy
@@ -64,7 +69,8 @@ def prepare(
     val_data: Windows | None = None,
 ) -> Setup:
     """Build and check a run; arguments as `Trainer` has them."""
-    device = resolve_device(config.train.device)
+    device = World.current(config.train.device).device
+    _watch_collectives(config)
     config = _resolve_dtype(config, device)
     if config.train.compile and device.type == "cpu":
         _require_compiler()
@@ -75,18 +81,25 @@ def prepare(
         train_data, val_data = _windows(config, data, val_data)
     assert train_data is not None
     loader = Loader(
-        train_data, global_batch=config.train.global_batch, micro_batch=config.train.micro_batch, seed=config.train.seed
+        train_data,
+        global_batch=config.train.global_batch,
+        micro_batch=config.train.micro_batch,
+        seed=config.train.seed,
+        rank=comm.rank(),
+        world_size=comm.world_size(),
     )
     total_steps = _total_steps(config, loader)
-    seed_everything(config.train.seed)
+    seed_everything(config.train.seed, rank=comm.rank())
     model.to(device)
     model.activation_checkpointing = config.train.activation_checkpointing
     entry = lookup("optimizer", config.optim.name)
     options = options_of("optimizer", config.optim.name, config.optim.options)
     optimizer: torch.optim.Optimizer = entry.target(model, config.optim.lr, options)
-    executor = create_executor(config.parallel.mode)
+    executor = _executor(config)
     dtype = resolve_dtype(config.train.dtype, device)
-    wrapped = executor.prepare(model, optimizer, scaler=LossScaler() if dtype == torch.float16 else None)
+    if dtype == torch.float16:
+        executor.scaler = LossScaler()
+    wrapped, *_ = executor.prepare(model, optimizer)
     return Setup(
         config=config,
         model=model,
@@ -125,6 +138,7 @@ def _resolve_dtype(config: RunConfig, device: torch.device) -> RunConfig:
     if name == "auto" and config.train.out and own.is_file():
         name = load_config(own).train.dtype
     name = str(resolve_dtype(name, device)).removeprefix("torch.")
+    name = of_first_rank(name, tag="init/dtype")  # "auto" is measured, and ranks could measure differently
     return replace(config, train=replace(config.train, dtype=name))  # type: ignore[arg-type]
 
 
@@ -134,8 +148,36 @@ def _open_data(config: RunConfig) -> TokenData:
     data = TokenData.open(config.data.path)
     size = sum(file.stat().st_size for file in data.folder.glob("*.bin"))
     if size <= VERIFIED_BYTES:
-        data.verify()
+        on_first_rank(data.verify, tag="init/data")
     return data
+
+
+CHECKED_STEPS = 3
+"""In the first steps ranks compare each collective before it is issued."""
+
+
+def _watch_collectives(config: RunConfig) -> None:
+    """Record, check and slow down this process's collectives as the configuration says."""
+    comm.begin_step(0)
+    shared, parallel = store(), config.parallel
+    check = CollectiveCheck(shared, comm.rank(), comm.world_size()) if shared is not None else None
+    comm.use(
+        ledger=CommLedger() if parallel.ledger and comm.world_size() > 1 else None,
+        check=check,
+        check_until=None if parallel.check else CHECKED_STEPS,
+        link=comm.Link.parse(parallel.emulate) if parallel.emulate else None,
+    )
+
+
+def _executor(config: RunConfig) -> Executor:
+    parallel, train = config.parallel, config.train
+    entry = lookup("mode", parallel.mode)
+    options = to_table(parallel.modes[parallel.mode]) if parallel.mode in parallel.modes else {}
+    size = next((f.name for f in fields(entry.config) if f.name in ("bucket_size_mb", "bucket_cap_mb")), None)
+    if size is not None and options.get(size) is None:
+        options[size] = parallel.bucket_size_mb
+    micro_batches = max(1, train.global_batch // (train.micro_batch * comm.world_size()))
+    return create_executor(parallel.mode, micro_batches, average=False, **options)
 
 
 def _build_model(config: RunConfig, model: Transformer | None, data: TokenData | None) -> tuple[Transformer, RunConfig]:
@@ -196,6 +238,23 @@ def _windows(config: RunConfig, data: TokenData, val_data: Windows | None) -> tu
     if val_data is None and "val" in data.index.splits:
         val_data = Windows(data.split("val"), context, score_once=True)
     return Windows(train, context, config.data.stride), val_data
+
+
+def plan_mode(
+    config: RunConfig, parameters: Sequence[ParameterInfo], mode: str, *, world_size: int, micro_batches: int
+) -> ModePlan:
+    """`plan` with the options that ``config.parallel`` has for a mode; arguments as there."""
+    options = config.parallel.modes.get(mode)
+    size = getattr(options, "bucket_size_mb", None) or getattr(options, "bucket_cap_mb", None)
+    reduce_dtype = getattr(options, "reduce_dtype", None)
+    return plan(
+        parameters,
+        mode=mode,
+        world_size=world_size,
+        micro_batches=micro_batches,
+        bucket_size_mb=size or config.parallel.bucket_size_mb,
+        reduce_dtype=DTYPES[reduce_dtype] if reduce_dtype else None,
+    )
 
 
 def _total_steps(config: RunConfig, loader: Loader) -> int:

@@ -6,9 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-
-from pellucid.errors import CheckpointError
+from torch import Tensor
 
 
 @dataclass(slots=True)
@@ -59,49 +57,15 @@ def restore_rng(state: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def seed_everything(seed: int) -> None:
-    """Seed the global generators (dropout draws from torch's). Initial weights and data order have their own."""
+def seed_everything(seed: int, *, rank: int = 0) -> None:
+    """Seed the global generators (dropout draws from torch's), each rank's apart from the others'.
+
+    Initial weights and data order have generators of their own.
+    """
+    seed += rank * 0x9E3779B1
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
-
-
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as ``"<parameter name>/<key>"``, not copied."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    return {
-        f"{names[parameter]}/{key}": value if isinstance(value, Tensor) else torch.tensor(value)
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-    }
-
-
-def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Put a saved state back, dtypes as saved.
-
-    torch's own ``load_state_dict`` would cast moments to the parameter's dtype without a word.
-
-    Raises:
-        CheckpointError: a parameter has no state, or a state has no parameter or another shape; names it.
-    """
-    parameters = dict(model.named_parameters())
-    by_name: dict[str, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
-        name, _, part = key.rpartition("/")
-        if name not in parameters:
-            raise CheckpointError(f"optimizer state {key} belongs to no parameter of this model")
-        if value.ndim and value.shape != parameters[name].shape:
-            raise CheckpointError(
-                f"optimizer state {key} has shape {tuple(value.shape)}, the parameter {tuple(parameters[name].shape)}"
-            )
-        by_name.setdefault(name, {})[part] = value
-    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in parameters.items():
-        if id(parameter) in optimized and name not in by_name and tensors:
-            raise CheckpointError(f"the checkpoint has no optimizer state for {name}")
-    for name, state in by_name.items():
-        parameter = parameters[name]
-        optimizer.state[parameter] = {k: v.to(parameter.device) if v.ndim else v for k, v in state.items()}
 
 
 def clone_all(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

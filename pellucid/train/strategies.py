@@ -67,6 +67,7 @@ class Pretrain:
 
 
 def _next_token_loss(model: Transformer, batch: Batch, label_smoothing: float) -> Tensor:
-    attend = model.make_attend(batch.document_ids if batch.packed else None)
+    bare: Transformer = getattr(model, "module", model)  # data parallel wrappers hold it so
+    attend = bare.make_attend(batch.document_ids if batch.packed else None)
     logits = model(batch.tokens, batch.positions, attend).logits
     return cross_entropy_sum(logits, batch.targets, batch.loss_mask, label_smoothing=label_smoothing)

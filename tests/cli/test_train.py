@@ -74,7 +74,7 @@ def test_the_same_command_with_resume_starts_and_goes_on_and_the_config_can_be_l
         (["--optim.lr=-1"], "optim.lr must be positive, got -1"),
         (["--strategy.name=pretrian"], "did you mean pretrain?"),
         (["--train.global_batch=5"], "train.global_batch 5 is not a multiple of train.micro_batch 4"),
-        (["--parallel.mode=ddp"], "unknown mode 'ddp'"),
+        (["--parallel.mode=dpd"], "unknown mode 'dpd'"),
         (["--config_version.x=1"], "config_version"),
         (["--train.device=tpu0"], "device 'tpu0'"),
     ],

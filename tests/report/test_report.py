@@ -19,7 +19,8 @@ from pellucid.report import build_report
 from pellucid.report.chart import Chart, Curve, ticks
 from pellucid.report.files import read_samples
 from pellucid.report.metrics import MAX_POINTS, Series, means, read_log, thin
-from pellucid.report.report import _embedded, final_numbers
+from pellucid.report.page import embedded
+from pellucid.report.report import final_numbers
 
 ATTACK = "</script><script>alert('x')</script><img src=x onerror=alert(1)> & \"quotes\" ]]>"
 
@@ -147,7 +148,7 @@ def test_text_of_the_run_never_becomes_markup(run: Path) -> None:
 
 
 def test_embedded_data_cannot_end_its_script() -> None:
-    text = _embedded(ATTACK)
+    text = embedded(ATTACK)
     assert not set("<>&") & set(text)
     assert json.loads(text) == ATTACK
 

@@ -83,7 +83,7 @@ def count_operations(out):
 
 def test_killed_before_and_after_every_operation_of_the_saves(tmp_path, unbroken):
     operations = count_operations(tmp_path / "count")
-    assert {name for name, _ in operations} == {"write", "fsync", "rename", "remove"}
+    assert {name for name, _ in operations} == {"make", "write", "fsync", "rename", "remove"}
     # every point of the save at step 4, which also drops the one of step 2, and of the final model folder
     parts = ("00000004", "00000006", "/model.tmp")
     first = {part: next(i for i, (_, path) in enumerate(operations) if part in path) for part in parts}
