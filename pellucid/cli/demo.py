@@ -21,6 +21,8 @@ SIZE = "14MB"
 VOCAB_SIZE = 2560
 NUM_RANKS = 2
 NUM_STORIES = 50
+MAX_TOKENS = 220
+TEMPERATURE = 0.5
 GOAL = 0.8
 """Share of sampled stories that must be whole stories of the grammar, about the right people and things."""
 
@@ -123,7 +125,7 @@ def _tell_stories(loaded: "Loaded", out: Path) -> int:
 
     assert loaded.tokenizer is not None
     prompts = [(prompt, prompt.text) for prompt in held_out_prompts(2 * NUM_STORIES) if prompt.text is not None]
-    params = with_stop_ids(SamplingParams(temperature=0.5, max_tokens=220), loaded.tokenizer)
+    params = with_stop_ids(SamplingParams(temperature=TEMPERATURE, max_tokens=MAX_TOKENS), loaded.tokenizer)
     seeded = [replace(params, seed=i) for i in range(NUM_STORIES)]
     results = generate(
         loaded.model,
@@ -163,7 +165,7 @@ def _chat(loaded: "Loaded", out: Path) -> None:
         ids = loaded.tokenizer.encode_chat([{"role": "user", "content": question}], add_generation_prompt=True)
         print(f"\nyou: {question}\nmodel: ", end="", flush=True)
         pieces = []
-        for piece in stream_text(loaded.model, loaded.tokenizer, ids, SamplingParams(temperature=0, max_tokens=200)):
+        for piece in stream_text(loaded.model, loaded.tokenizer, ids, SamplingParams(temperature=0, max_tokens=MAX_TOKENS)):
             print(piece, end="", flush=True)
             pieces.append(piece)
         print()

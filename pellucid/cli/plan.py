@@ -130,7 +130,7 @@ def _seconds(planned: "ModePlan", bytes_per_s: float, latency_s: float) -> float
 
 
 def _link(text: str) -> tuple[float, float]:
-    from pellucid.parallel.comm import Link
+    from pellucid.parallel.link import Link
 
     try:
         link = Link.parse(text)

@@ -58,7 +58,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: MuonOptions) -> None:
         self.options = options
-        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "muon": False})
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "muon": False, "fused": True})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -89,7 +89,7 @@ class Muon(torch.optim.Optimizer):
         for p in parameters:
             if not self.state[p]:
                 self.state[p] |= {
-                    "step": torch.zeros((), dtype=torch.float32),
+                    "step": torch.zeros((), dtype=torch.float32, device=p.device),
                     "exp_avg": torch.zeros_like(p),
                     "exp_avg_sq": torch.zeros_like(p),
                 }

@@ -17,15 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pellucid.errors import ConfigError, RankError, TrainingError
 from pellucid.parallel import comm
-from pellucid.parallel.bucket import (
-    MIB,
-    Bucket,
-    ParameterInfo,
-    Reducer,
-    chunks,
-    group_by_size,
-    replicated_layout,
-)
+from pellucid.parallel.bucket import Bucket, Reducer
+from pellucid.parallel.layout import MIB, ParameterInfo, chunks, group_by_size, replicated_layout
 
 _MARK = "_pellucid_reducer"
 """Attribute of a parameter: a weak reference to the `Reducer` of its gradient."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pellucid.config import build
 from pellucid.errors import ConfigError
 from pellucid.parallel import comm
-from pellucid.parallel.bucket import ParameterInfo, parameter_infos
+from pellucid.parallel.layout import ParameterInfo, parameter_infos
 from pellucid.parallel.loop_objects import PreparedOptimizer, PreparedScheduler, SchedulerProtocol, prepare_loader
 from pellucid.parallel.optimizer_state import load_optimizer_tensors, optimizer_tensors
 from pellucid.registry import NoOptions, lookup, register

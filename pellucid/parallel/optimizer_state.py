@@ -1,6 +1,7 @@
 """An optimizer's state by parameter name, as checkpoints hold it: ``"<parameter name>/<key>"``."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,9 +56,17 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
         CheckpointError: as `state_by_parameter`.
     """
     parameters = dict(model.named_parameters())
-    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    optimized = {name for name, parameter in parameters.items() if id(parameter) in owned}
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    optimized = {name for name, parameter in parameters.items() if id(parameter) in groups}
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
     for name, state in state_by_parameter(tensors, shapes, optimized).items():
         parameter = parameters[name]
-        optimizer.state[parameter] = {k: v.to(parameter.device) if v.ndim else v for k, v in state.items()}
+        counts_on_device = on_device(groups.get(id(parameter), {}))
+        optimizer.state[parameter] = {
+            key: value.to(parameter.device) if value.ndim or counts_on_device else value for key, value in state.items()
+        }
+
+
+def on_device(group: Mapping[str, Any]) -> bool:
+    """Whether single numbers of the state, such as counts of steps, belong beside the parameter: fused kernels want that."""
+    return bool(group.get("fused") or group.get("capturable"))

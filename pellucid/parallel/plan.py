@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pellucid.errors import ConfigError
-from pellucid.parallel.bucket import MIB, Layout, ParameterInfo, group_by_size, replicated_layout, sharded_layouts
+from pellucid.parallel.layout import MIB, Layout, ParameterInfo, group_by_size, replicated_layout, sharded_layouts
 from pellucid.parallel.ledger import wire_bytes
 
 SCALARS = {"tokens": 2, "loss": 1, "stop": 1}

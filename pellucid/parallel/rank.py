@@ -65,13 +65,14 @@ class Failure:
     def of_exception(cls, error: BaseException, rank: int, now: float) -> "Failure":
         """From an exception that reached `run_rank`, whose own frame is left out."""
         frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        blamed = error.rank if isinstance(error, RankError) else None
         return cls(
             time=now,
             error=type(error).__name__,
             message=str(error),
             traceback="".join(traceback.format_exception(type(error), error, frames)),
             exit_code=error.exit_code if isinstance(error, PellucidError) else 1,
-            is_echo=error.rank not in (None, rank) if isinstance(error, RankError) else bool(_ECHO.search(str(error))),
+            is_echo=blamed != rank if blamed is not None else bool(_ECHO.search(str(error))),
         )
 
     @classmethod

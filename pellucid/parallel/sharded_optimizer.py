@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from pellucid.errors import CheckpointError, ConfigError
 from pellucid.parallel import comm
-from pellucid.parallel.bucket import assign_whole, chunks, is_elementwise
 from pellucid.parallel.ddp import reducer_of, scale_for_average
+from pellucid.parallel.layout import assign_whole, chunks, is_elementwise
 
 
 class ShardedOptimizer(torch.optim.Optimizer):

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from pellucid.errors import CheckpointError, ConfigError
 from pellucid.parallel import comm
-from pellucid.parallel.bucket import MIB, Bucket, Reducer, Slot, sharded_layouts
+from pellucid.parallel.bucket import Bucket, Reducer
 from pellucid.parallel.ddp import broadcast_module, compare_modules, mark_owned, refuse_unfit, scale_for_average
 from pellucid.parallel.executor import Executor, norms
-from pellucid.parallel.optimizer_state import state_by_parameter
+from pellucid.parallel.layout import MIB, Slot, sharded_layouts
+from pellucid.parallel.optimizer_state import on_device, state_by_parameter
 from pellucid.registry import register
 
 
@@ -246,9 +247,13 @@ class Zero1Executor(Executor):
     def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
         assert self.optimizer is not None and self.model is not None, "prepare() comes first"
         shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
+        counts_on_device = any(map(on_device, self.optimizer.param_groups))
         for name, state in state_by_parameter(tensors, shapes, set(self.parameters)).items():
             if name in self.slices:
-                self._put_state(self.slices[name], {k: v.clone() for k, v in state.items()})
+                piece = self.slices[name]
+                place = piece.weight.device if counts_on_device else torch.device("cpu")
+                own = {key: value if value.ndim else value.to(place, copy=True) for key, value in state.items()}
+                self._put_state(piece, own)
 
 
 def _describe(value: Any, piece: Slice) -> tuple[str, float | None, list[int] | None]:

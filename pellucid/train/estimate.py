@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pellucid.config import RunConfig, options_of
 from pellucid.errors import ConfigError
 from pellucid.parallel import comm
-from pellucid.parallel.bucket import ParameterInfo, parameter_infos
+from pellucid.parallel.layout import ParameterInfo, parameter_infos
 from pellucid.parallel.plan import modes
 from pellucid.registry import lookup
 from pellucid.train.activations import ShapeModel, known_shape, peak_activation_bytes

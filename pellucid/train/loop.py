@@ -120,7 +120,7 @@ class Trainer:
         ledger = comm.ledger()
         if ledger is not None:
             folder = Path(self.config.train.out) / "ledger"
-            self._ledger_files = LedgerFiles(folder, comm.rank(), after=self.state.step)
+            self._ledger_files = LedgerFiles(folder, comm.rank(), after=self.state.step or -1)  # from 0: all anew
             if comm.rank() == 0:
                 write_plan(self.setup, folder)
 
@@ -304,6 +304,7 @@ class Trainer:
     def _restore(self, snapshot: Snapshot) -> None:
         restore(self.setup, snapshot)
         state = snapshot.state
+        comm.begin_step(state["step"])
         self.state.step, self.state.epoch = state["step"], state["epoch"]
         self.state.tokens_seen = state["tokens_seen"]
         if state.get("stopped") and state["total_steps"] == self.setup.total_steps:

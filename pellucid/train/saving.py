@@ -32,6 +32,8 @@ class RunWriter:
             self.store = CheckpointStore(
                 self.folder.checkpoints, keep_last=train.keep_last, keep_every=train.keep_every
             )
+            for leftover in self.folder.path.glob("model.tmp-*"):  # of a process killed while it wrote the final model
+                files.remove(leftover)
         except BaseException:
             self.folder.close()
             raise

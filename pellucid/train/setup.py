@@ -18,10 +18,11 @@ from pellucid.model import Transformer
 from pellucid.optim import build_schedule
 from pellucid.optim.schedules import Schedule
 from pellucid.parallel import Executor, comm, create_executor
-from pellucid.parallel.bucket import ParameterInfo
 from pellucid.parallel.check import CollectiveCheck
 from pellucid.parallel.executor import LossScaler
+from pellucid.parallel.layout import ParameterInfo
 from pellucid.parallel.ledger import CommLedger
+from pellucid.parallel.link import Link
 from pellucid.parallel.plan import ModePlan, plan
 from pellucid.parallel.world import World, store
 from pellucid.registry import lookup
@@ -165,7 +166,7 @@ def _watch_collectives(config: RunConfig) -> None:
         ledger=CommLedger() if parallel.ledger and comm.world_size() > 1 else None,
         check=check,
         check_until=None if parallel.check else CHECKED_STEPS,
-        link=comm.Link.parse(parallel.emulate) if parallel.emulate else None,
+        link=Link.parse(parallel.emulate) if parallel.emulate else None,
     )
 
 

@@ -16,7 +16,7 @@ from support import fork, run_ranks, try_ranks
 from pellucid.errors import ConfigError, RankError
 from pellucid.parallel import comm
 from pellucid.parallel.check import CollectiveCheck
-from pellucid.parallel.comm import Link
+from pellucid.parallel.link import Link
 
 KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
 

@@ -13,7 +13,7 @@ from pellucid.config import run_config
 from pellucid.errors import ConfigError
 from pellucid.model import Transformer
 from pellucid.parallel import comm
-from pellucid.parallel.bucket import ParameterInfo, parameter_infos
+from pellucid.parallel.layout import ParameterInfo, parameter_infos
 from pellucid.parallel.plan import plan
 from pellucid.train import Trainer, setup
 

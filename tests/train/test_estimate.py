@@ -10,7 +10,7 @@ from pellucid import registry
 from pellucid.config import ModelConfig, load_config, options_of
 from pellucid.errors import ConfigError
 from pellucid.model import Transformer
-from pellucid.parallel.bucket import MIB
+from pellucid.parallel.layout import MIB
 from pellucid.train import Trainer
 from pellucid.train.activations import peak_activation_bytes
 from pellucid.train.estimate import estimate, planned_parameters

@@ -132,7 +132,7 @@ def assert_same(out, expected):
     different = [key for key, value in expected[0].items() if not torch.equal(got[0][key], value)]
     assert not different, different
     assert got[1:] == expected[1:]
-    assert not list((out / "checkpoints").glob("*.tmp-*")), "leftovers of the dead"
+    assert not list(out.glob("**/*.tmp-*")), "leftovers of the dead"
 
 
 def assert_ledgers_fit(out, whole):

@@ -34,8 +34,9 @@ def train(data_folder):
             "model.vocab_size": 4096, "parallel.mode": mode,
         }  # fmt: skip
         trainer = Trainer(load_config(DEMO, settings | changes))
+        before = counters["stats"]["unique_graphs"]
         trainer.train()
-        graphs = counters["stats"]["unique_graphs"]
+        graphs = counters["stats"]["unique_graphs"] - before
         assert (graphs > 0) == trainer.config.train.compile
         return [sum(p.numel() for p in trainer.model.parameters()), digest(trainer.model)]
 
@@ -52,7 +53,7 @@ def alone(train, tmp_path_factory):
         if steps not in known:
             out = tmp_path_factory.mktemp("alone") / str(steps)
             size, _ = train(out, "none", {"train.micro_batch": changes["train.global_batch"]} | changes)
-            assert 1.7e6 < size < 1.9e6
+            assert 1.6e6 < size < 1.7e6
             known[steps] = read_log(out)
             losses = [loss for _, _, loss in known[steps]]
             assert losses[0] > losses[-1] + 0.5, "it must learn, or equal losses say little"
@@ -98,12 +99,12 @@ def assert_communicated(out, mode, size, changes):
             gradients = [line for line in own if line["tag"].startswith("grad/")]
             names = [name for line in gradients for name in line["owner"]]
             assert len(names) == len(set(names)) > 20, f"step {step}: {names}"
-            assert sum(line["payload_bytes"] for line in gradients) >= 1.7e6 * 4
+            assert sum(line["payload_bytes"] for line in gradients) >= 1.6e6 * 4
             assert {line["op"] for line in gradients} == {"reduce_scatter" if mode == "zero1" else "all_reduce"}
             assert [line["tag"] for line in own].count("tokens") == [line["tag"] for line in own].count("loss") == 1
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["ddp", "zero1", pytest.param("torch_ddp", marks=pytest.mark.slow)])
 def test_twenty_steps_on_two_ranks_have_the_losses_of_one_process(tmp_path, train, alone, mode):
     check(tmp_path / "run", train, alone, mode, 2, 2, SHORT, rtol=1e-6)
 

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pellucid.parallel.bucket import (
+from pellucid.parallel.bucket import Bucket, Reducer
+from pellucid.parallel.comm import Pending
+from pellucid.parallel.layout import (
     ALIGNMENT,
     MIB,
-    Bucket,
     ParameterInfo,
-    Reducer,
     assign_whole,
     chunks,
     group_by_size,
@@ -23,7 +23,6 @@ from pellucid.parallel.bucket import (
     sharded_layout,
     sharded_layouts,
 )
-from pellucid.parallel.comm import Pending
 
 KB = 1024
 
