@@ -95,6 +95,9 @@ class Reducer:
 
     def _launch_ready(self) -> None:
         while self.num_launched < len(self.buckets) and all(self.buckets[self.num_launched].ready):
+            for earlier in self.buckets[: self.num_launched]:  # what has arrived can give its buffers back
+                if earlier.pending is not None and earlier.pending.done():
+                    earlier.pending.wait()
             bucket = self.buckets[self.num_launched]
             self.num_launched += 1  # first: if the launch raises, the bucket must not go out twice
             bucket.pending = self.launch(bucket)

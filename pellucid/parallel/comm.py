@@ -108,6 +108,10 @@ class Pending:
         if event is not None and work is not None:
             _call_when_done(work, self._note_time)
 
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work is None or (self._work.is_completed() and time.perf_counter() >= self._deadline)
+
     def wait(self) -> None:
         """Until the result is there. A second call does nothing."""
         if self._work is None and self._finish is None:
@@ -212,7 +216,7 @@ def reduce_scatter(full: Tensor, shard: Tensor, *, tag: str, owner: Sequence[str
 
 
 def all_gather(shard: Tensor, full: Tensor, *, tag: str, owner: Sequence[str] = (), group: Group = None) -> Pending:
-    """Concatenate every rank's ``shard [n]`` into ``full [W * n]``, of which ``shard`` must be no part."""
+    """Concatenate every rank's ``shard [n]`` into ``full [W * n]``; ``shard`` may be its own place there already."""
     if world_size(group) == 1:
         full.copy_(shard)
         return Pending(None, None, 0)

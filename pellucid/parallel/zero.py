@@ -73,6 +73,8 @@ class Zero1Executor(Executor):
             raise ConfigError(f"{unknown} is trainable but not in the optimizer; freeze it or add it to a group")
         layouts = sharded_layouts(self.infos, int((self.options.bucket_size_mb or 25) * MIB), self.world_size)
         self.buckets = [Bucket(layout, self.parameters) for layout in layouts]
+        self.weights = [_move_weights(bucket) for bucket in self.buckets]
+        """The parameters' storage, laid out as the buckets are, so that new weights are gathered into their place."""
         self.reducer = Reducer(self.buckets, self._launch)
         self.slices = {piece.name: piece for bucket in self.buckets for piece in self._slices(bucket)}
         mark_owned([*self.parameters.values(), *(piece.weight for piece in self.slices.values())], self.reducer)
@@ -90,8 +92,6 @@ class Zero1Executor(Executor):
             start, stop = max(slot.offset, first), min(slot.stop, last)
             if start >= stop:
                 continue
-            if not parameter.is_contiguous():
-                raise ConfigError(f"{slot.info.name} is not contiguous, which zero1 needs; call .contiguous() on it")
             weight = parameter.data.view(-1)[start - slot.offset : stop - slot.offset]
             grad = bucket.flat[start:stop]
             if not slot.info.elementwise or parameter.ndim == 0:  # a number's state has no dimension
@@ -173,21 +173,14 @@ class Zero1Executor(Executor):
 
     def _finish_weights(self) -> None:
         waits = []
-        for bucket in self.buckets:
+        for bucket, weights in zip(self.buckets, self.weights, strict=True):
             first, last = self._part(bucket)
-            shard = torch.zeros(last - first, dtype=bucket.flat.dtype, device=bucket.flat.device)
-            for slot in bucket.layout.slots:
-                start, stop = max(slot.offset, first), min(slot.stop, last)
-                if start < stop:
-                    shard[start - first : stop - first] = self.slices[slot.info.name].weight.detach().view(-1)
             layout = bucket.layout
-            # gradients are used up: their buffer receives the weights
-            pending = comm.all_gather(shard, bucket.flat, tag=f"param/bucket{layout.index}", owner=layout.names)
-            waits.append((bucket, pending))
-        for bucket, pending in waits:
+            waits.append(
+                comm.all_gather(weights[first:last], weights, tag=f"param/bucket{layout.index}", owner=layout.names)
+            )
+        for pending in waits:
             pending.wait()
-            for view, parameter in zip(bucket.views, bucket.parameters, strict=True):
-                parameter.data.copy_(view)
 
     def _drop_grads(self) -> None:
         super()._drop_grads()
@@ -254,6 +247,16 @@ class Zero1Executor(Executor):
                 place = piece.weight.device if counts_on_device else torch.device("cpu")
                 own = {key: value if value.ndim else value.to(place, copy=True) for key, value in state.items()}
                 self._put_state(piece, own)
+
+
+def _move_weights(bucket: Bucket) -> Tensor:
+    """Put a bucket's parameters into one buffer, of which they are views from then on."""
+    flat = torch.zeros(bucket.layout.numel, dtype=bucket.parameters[0].dtype, device=bucket.flat.device)
+    for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
+        view = flat[slot.offset : slot.stop].view(parameter.shape)
+        view.copy_(parameter.data)
+        parameter.data = view
+    return flat
 
 
 def _describe(value: Any, piece: Slice) -> tuple[str, float | None, list[int] | None]:
