@@ -165,7 +165,9 @@ def _chat(loaded: "Loaded", out: Path) -> None:
         ids = loaded.tokenizer.encode_chat([{"role": "user", "content": question}], add_generation_prompt=True)
         print(f"\nyou: {question}\nmodel: ", end="", flush=True)
         pieces = []
-        for piece in stream_text(loaded.model, loaded.tokenizer, ids, SamplingParams(temperature=0, max_tokens=MAX_TOKENS)):
+        for piece in stream_text(
+            loaded.model, loaded.tokenizer, ids, SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+        ):
             print(piece, end="", flush=True)
             pieces.append(piece)
         print()

@@ -98,27 +98,32 @@ def enter(phase: Phase) -> None:
 class Pending:
     """A collective under way. Nobody may touch its tensors before `wait` has returned."""
 
-    __slots__ = ("_deadline", "_event", "_finish", "_finished_at", "_work")
+    __slots__ = ("_deadline", "_event", "_finish", "_finished_at", "_open", "_works")
 
     def __init__(
-        self, work: Any, event: CommEvent | None, deadline: float, finish: Callable[[], None] | None = None
+        self,
+        works: Sequence[Any] = (),
+        event: CommEvent | None = None,
+        deadline: float = 0.0,
+        finish: Callable[[], None] | None = None,
     ) -> None:
-        self._work, self._event, self._deadline, self._finish = work, event, deadline, finish
-        self._finished_at = math.inf
-        if event is not None and work is not None:
-            _call_when_done(work, self._note_time)
+        self._works, self._event, self._deadline, self._finish = works, event, deadline, finish
+        self._finished_at, self._open = math.inf, len(works)
+        if event is not None:
+            for work in works:
+                _call_when_done(work, self._note_time)
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._work is None or (self._work.is_completed() and time.perf_counter() >= self._deadline)
+        return all(work.is_completed() for work in self._works) and time.perf_counter() >= self._deadline
 
     def wait(self) -> None:
         """Until the result is there. A second call does nothing."""
-        if self._work is None and self._finish is None:
+        if not self._works:
             return
         asked = time.perf_counter()
-        if self._work is not None:
-            self._work.wait()
+        for work in self._works:
+            work.wait()
         remaining = self._deadline - time.perf_counter()
         if remaining > 0:
             time.sleep(remaining)
@@ -128,7 +133,7 @@ class Pending:
             self._event.t_wait = asked - began
             # what finished before it was asked for says so itself, from the thread that carried it
             self._event.t_done = min(max(self._finished_at, self._deadline), done) - began
-        finish, self._work, self._finish = self._finish, None, None
+        finish, self._works, self._finish = self._finish, (), None
         if finish is not None:
             finish()
 
@@ -141,12 +146,14 @@ class Pending:
                 self._event.t_wait = self._event.t_done = _watch.clock.now()
             return value
 
-        assert self._work is not None
-        result: torch.futures.Future[Tensor] = self._work.get_future().then(over)
+        (work,) = self._works
+        result: torch.futures.Future[Tensor] = work.get_future().then(over)
         return result
 
     def _note_time(self, _future: Any) -> None:
-        self._finished_at = time.perf_counter()
+        self._open -= 1
+        if self._open == 0:
+            self._finished_at = time.perf_counter()
 
 
 def _call_when_done(work: Any, callback: Callable[[Any], None]) -> None:
@@ -185,52 +192,63 @@ def all_reduce_(
 ) -> Pending:
     """Sum ``tensor`` in place over the ranks of ``group``, or take the largest of each element."""
     if world_size(group) == 1:
-        return Pending(None, None, 0)
+        return Pending()
     event, deadline = _begin("all_reduce", tensor, tag, owner, group)
     reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-    return Pending(dist.all_reduce(tensor, reduce_op, group=group, async_op=True), event, deadline)
+    return Pending([dist.all_reduce(tensor, reduce_op, group=group, async_op=True)], event, deadline)
 
 
 def reduce_scatter(full: Tensor, shard: Tensor, *, tag: str, owner: Sequence[str] = (), group: Group = None) -> Pending:
     """Sum ``full [W * n]`` over ranks into ``shard [n]``: rank r gets elements ``[r n, (r + 1) n)``.
 
-    On CPU it is an exchange and a sum in rank order: gloo's own would move as much as an all-reduce.
+    On CPU it is W - 1 exchanges and a sum in rank order: gloo's own would move as much as an all-reduce.
+    ``shard`` may be this rank's own part of ``full``.
     """
     size = world_size(group)
     if size == 1:
         shard.copy_(full)
-        return Pending(None, None, 0)
+        return Pending()
     event, deadline = _begin("reduce_scatter", full, tag, owner, group)
     if full.device.type != "cpu":
         scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return Pending(scatter(shard, full, group=group, async_op=True), event, deadline)
-    received = torch.empty_like(full)
+        return Pending([scatter(shard, full, group=group, async_op=True)], event, deadline)
+    n, mine, parts = shard.numel(), rank(group), full.view(size, -1)
+    rows: list[Tensor] = [parts[mine]] * size
+    works = []
+    for distance in range(1, size):  # one after the other: buffers stay small, and this rank's own part is not copied
+        to, source = (mine + distance) % size, (mine - distance) % size
+        rows[source] = torch.empty_like(parts[mine])
+        received, sent = ([n if r == other else 0 for r in range(size)] for other in (source, to))
+        works.append(dist.all_to_all_single(rows[source], parts[to], received, sent, group=group, async_op=True))
 
     def add_up() -> None:
-        rows = received.view(size, -1).unbind()
-        torch.add(rows[0], rows[1], out=shard)
-        for row in rows[2:]:
-            shard.add_(row)
+        total = shard if mine == 0 else rows[0]
+        if total.data_ptr() != rows[0].data_ptr():
+            total.copy_(rows[0])
+        for row in rows[1:]:
+            total.add_(row)
+        if total is not shard:
+            shard.copy_(total)
 
-    return Pending(dist.all_to_all_single(received, full, group=group, async_op=True), event, deadline, add_up)
+    return Pending(works, event, deadline, add_up)
 
 
 def all_gather(shard: Tensor, full: Tensor, *, tag: str, owner: Sequence[str] = (), group: Group = None) -> Pending:
     """Concatenate every rank's ``shard [n]`` into ``full [W * n]``; ``shard`` may be its own place there already."""
     if world_size(group) == 1:
         full.copy_(shard)
-        return Pending(None, None, 0)
+        return Pending()
     event, deadline = _begin("all_gather", full, tag, owner, group)
     gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return Pending(gather_into(full, shard, group=group, async_op=True), event, deadline)
+    return Pending([gather_into(full, shard, group=group, async_op=True)], event, deadline)
 
 
 def broadcast(tensor: Tensor, *, tag: str, src: int = 0, owner: Sequence[str] = (), group: Group = None) -> Pending:
     """Copy the ``tensor`` of rank ``src`` of the group over everybody's."""
     if world_size(group) == 1:
-        return Pending(None, None, 0)
+        return Pending()
     event, deadline = _begin("broadcast", tensor, tag, owner, group, src=src)
-    return Pending(dist.broadcast(tensor, group=group, group_src=src, async_op=True), event, deadline)
+    return Pending([dist.broadcast(tensor, group=group, group_src=src, async_op=True)], event, deadline)
 
 
 def gather(shard: Tensor, full: Tensor | None, *, tag: str, owner: Sequence[str] = (), group: Group = None) -> Pending:
@@ -239,10 +257,10 @@ def gather(shard: Tensor, full: Tensor | None, *, tag: str, owner: Sequence[str]
     if size == 1:
         assert full is not None
         full.copy_(shard)
-        return Pending(None, None, 0)
+        return Pending()
     event, deadline = _begin("gather", shard, tag, owner, group, numel=shard.numel() * size)
     rows = list(full.view(size, -1).unbind()) if full is not None else None
-    return Pending(dist.gather(shard, rows, group=group, group_dst=0, async_op=True), event, deadline)
+    return Pending([dist.gather(shard, rows, group=group, group_dst=0, async_op=True)], event, deadline)
 
 
 def all_gather_bytes(data: bytes, *, tag: str, group: Group = None) -> list[bytes]:
@@ -265,7 +283,7 @@ def barrier(*, tag: str) -> None:
     if world_size() == 1:
         return
     event, deadline = _begin("barrier", torch.empty(0), tag, (), None)
-    Pending(dist.barrier(async_op=True), event, deadline).wait()
+    Pending([dist.barrier(async_op=True)], event, deadline).wait()
 
 
 def decide(name: str, value: bool) -> bool:

@@ -19,7 +19,7 @@ from pellucid.parallel import comm
 from pellucid.parallel.bucket import Bucket, Reducer
 from pellucid.parallel.ddp import broadcast_module, compare_modules, mark_owned, refuse_unfit, scale_for_average
 from pellucid.parallel.executor import Executor, norms
-from pellucid.parallel.layout import MIB, Slot, sharded_layouts
+from pellucid.parallel.layout import MIB, Layout, Slot, sharded_layouts
 from pellucid.parallel.optimizer_state import on_device, state_by_parameter
 from pellucid.registry import register
 
@@ -72,9 +72,11 @@ class Zero1Executor(Executor):
         if unknown is not None:
             raise ConfigError(f"{unknown} is trainable but not in the optimizer; freeze it or add it to a group")
         layouts = sharded_layouts(self.infos, int((self.options.bucket_size_mb or 25) * MIB), self.world_size)
-        self.buckets = [Bucket(layout, self.parameters) for layout in layouts]
-        self.weights = [_move_weights(bucket) for bucket in self.buckets]
+        self.weights = [_move_weights(layout, self.parameters) for layout in layouts]
         """The parameters' storage, laid out as the buckets are, so that new weights are gathered into their place."""
+        self.buckets = [
+            Bucket(layout, self.parameters) for layout in layouts
+        ]  # after it: where the weights were is free
         self.reducer = Reducer(self.buckets, self._launch)
         self.slices = {piece.name: piece for bucket in self.buckets for piece in self._slices(bucket)}
         mark_owned([*self.parameters.values(), *(piece.weight for piece in self.slices.values())], self.reducer)
@@ -249,13 +251,13 @@ class Zero1Executor(Executor):
                 self._put_state(piece, own)
 
 
-def _move_weights(bucket: Bucket) -> Tensor:
+def _move_weights(layout: Layout, parameters: Mapping[str, nn.Parameter]) -> Tensor:
     """Put a bucket's parameters into one buffer, of which they are views from then on."""
-    flat = torch.zeros(bucket.layout.numel, dtype=bucket.parameters[0].dtype, device=bucket.flat.device)
-    for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
-        view = flat[slot.offset : slot.stop].view(parameter.shape)
-        view.copy_(parameter.data)
-        parameter.data = view
+    flat = torch.zeros(layout.numel, dtype=layout.dtype, device=parameters[layout.names[0]].device)
+    for slot in layout.slots:
+        view = flat[slot.offset : slot.stop].view(slot.info.shape)
+        view.copy_(parameters[slot.info.name].data)
+        parameters[slot.info.name].data = view
     return flat
 
 

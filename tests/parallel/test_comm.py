@@ -294,7 +294,7 @@ def over_link(num, compute_s=0.0):
         began = time.perf_counter()
         pending = [comm.all_reduce_(torch.ones(1000), tag="sum") for _ in range(num)]
         if compute_s:
-            pending[-1]._work.wait()  # the other rank is there too, however busy the machine
+            pending[-1]._works[0].wait()  # the other rank is there too, however busy the machine
             time.sleep(compute_s)
         asked = time.perf_counter()
         for one in pending:

@@ -126,7 +126,7 @@ def test_waiting_for_a_late_rank_is_exposed_and_what_is_over_before_anybody_asks
                 time.sleep(0.3)
             comm.all_reduce(1.0, tag="late")
             pending = comm.all_reduce_(torch.ones(10), tag="early")
-            pending._work.wait()
+            pending._works[0].wait()
             time.sleep(0.1)
             pending.wait()
         late, early = ledger.events
