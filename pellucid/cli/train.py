@@ -85,7 +85,9 @@ def train_on_ranks(config: RunConfig, nproc: int, options: dict[str, bool], log_
 
 def _train_rank(config: RunConfig, options: dict[str, bool], log_level: str) -> None:
     from pellucid.parallel.world import get_rank
+    from pellucid.registry import load_plugins
 
+    load_plugins(config.plugins)  # a spawned rank has a registry of its own
     layout = f"%(levelname)s rank {get_rank()} %(name)s: %(message)s"
     logging.basicConfig(level=log_level.upper(), format=layout, force=True)
     train(config, **options)

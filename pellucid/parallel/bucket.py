@@ -1,5 +1,6 @@
 """Flat buckets of gradients, and when one may leave."""
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -57,7 +58,12 @@ class Reducer:
     def _hook(self, bucket: Bucket, i: int) -> Callable[[Tensor], None]:
         view, info = bucket.views[i], bucket.layout.slots[i].info
 
+        owner = weakref.ref(self)  # the hook lives as long as the parameter, which another wrapper may want then
+
         def gradient_ready(parameter: Tensor) -> None:
+            self = owner()
+            if self is None:
+                return
             if not self.synchronizing:
                 if self.outstanding:
                     raise TrainingError(

@@ -63,6 +63,12 @@ def ledger() -> CommLedger | None:
     return _watch.ledger
 
 
+def check_until(step: int) -> None:
+    """Check up to ``step``, where not all steps are checked."""
+    if _watch.check_until is not None:
+        _watch.check_until = step
+
+
 def leave(reason: str) -> None:
     """This rank will issue no more collectives; ranks that are about to wait for it are told why."""
     if _watch.check is not None:

@@ -99,6 +99,7 @@ class DDP(nn.Module):
         """Gradients are final after this: sends what backward has not sent, waits. A second call does nothing."""
         if not self.reducer.expected:
             return
+        refuse_late(self.module)
         came = torch.tensor(self.reducer.fill_missing(), dtype=torch.uint8, device=self.buckets[0].flat.device)
         used = comm.all_reduce_(came, tag="used", op="max", group=self.group)
         self.reducer.wait()
@@ -148,6 +149,15 @@ def refuse_unfit(module: nn.Module, bucket_size_mb: float) -> None:
     for name, parameter in trainable:
         if reducer_of(parameter) is not None:
             raise ConfigError(f"{name} is reduced by another wrapper already; wrap a module once")
+
+
+def refuse_late(module: nn.Module) -> None:
+    """`TrainingError` for a parameter that was frozen when its gradients' reduction was set up and is not any more."""
+    late = next((n for n, p in module.named_parameters() if p.requires_grad and reducer_of(p) is None), None)
+    if late is not None:
+        raise TrainingError(
+            f"{late} was frozen when it was wrapped, so its gradient is not reduced; wrap it after unfreezing"
+        )
 
 
 # -- the same module everywhere -----------------------------------------------------------------------------

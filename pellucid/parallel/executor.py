@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from pellucid.config import build
-from pellucid.errors import ConfigError
+from pellucid.errors import CheckpointError, ConfigError
 from pellucid.parallel import comm
 from pellucid.parallel.layout import ParameterInfo, parameter_infos
 from pellucid.parallel.loop_objects import PreparedOptimizer, PreparedScheduler, SchedulerProtocol, prepare_loader
 from pellucid.parallel.optimizer_state import load_optimizer_tensors, optimizer_tensors
+from pellucid.parallel.sharded_optimizer import ShardedOptimizer
 from pellucid.registry import NoOptions, lookup, register
 
 logger = logging.getLogger("pellucid")
@@ -65,6 +66,8 @@ class Executor:
         """
         self.model, self.optimizer = model, optimizer
         self.infos = parameter_infos(model, optimizer)
+        if self.use_distributed and optimizer is not None:
+            _refuse_strangers(model, optimizer)
         wrapped = self._wrap(model)
         return (
             wrapped,
@@ -93,6 +96,7 @@ class Executor:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss``. In a loop of one's own the caller divides it by ``grad_accum_steps``."""
+        self._finished = False
         comm.enter("backward")
         (loss if self.scaler is None else loss * self.scaler.scale).backward()
         comm.enter("other")
@@ -103,11 +107,12 @@ class Executor:
             return
         self._finish()
         self._finished = True
-        if self.scaler is not None:
-            torch._foreach_mul_(self._grads(), 1 / self.scaler.scale)
+        if self.scaler is not None and (grads := self._grads()):
+            torch._foreach_mul_(grads, 1 / self.scaler.scale)
 
     def grad_norm(self) -> float:
-        """The global L2 norm of the gradients, each parameter counted once; the same number on every rank."""
+        """The global L2 norm of the final gradients, each parameter counted once; the same number on every rank."""
+        self.finish_grads()
         grads = self._grads()
         if not grads:
             return 0.0
@@ -116,10 +121,13 @@ class Executor:
     def clip_grad_norm_(self, max_norm: float, norm: float | None = None) -> float:
         """Scale gradients so that their norm is at most ``max_norm``; returns the norm before.
 
+        Inside an accumulation window it does nothing and returns 0.0: gradients are not final.
+
         Args:
             norm: what `grad_norm` gave, if it was asked already.
         """
-        self.finish_grads()
+        if not self.sync_gradients:
+            return 0.0
         norm = self.grad_norm() if norm is None else norm
         grads = self._grads()
         if norm > max_norm and math.isfinite(norm) and grads:
@@ -159,12 +167,17 @@ class Executor:
         """Whether `gradients` gives slices, which together over all ranks are the whole."""
         return False
 
+    gathers_state = False
+    """Whether `optimizer_state` gives copies of its own, in CPU memory."""
+
     def optimizer_state(self) -> dict[str, Tensor]:
         """The optimizer's state as ``"<parameter name>/<key>"``, whole and not copied where this rank has it all.
 
         Collective in modes that shard it: the first rank gets it, the others an empty table.
         """
         assert self.model is not None and self.optimizer is not None, "prepare() comes first"
+        if isinstance(self.optimizer, ShardedOptimizer):
+            raise CheckpointError("the optimizer's state is divided over ranks by itself; use optimizer.state_dict()")
         return optimizer_tensors(self.model, self.optimizer) if comm.rank() == 0 else {}
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -257,6 +270,17 @@ def create_executor(mode: str, grad_accum_steps: int = 1, *, average: bool = Tru
         return Executor(grad_accum_steps, average=average)
     executor: Executor = entry.target(grad_accum_steps, average=average, options=built)
     return executor
+
+
+def _refuse_strangers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    known = {id(parameter) for parameter in model.parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ConfigError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's and that no "
+                    "rank would reduce; make it part of the module that prepare() gets"
+                )
 
 
 _said: set[str] = set()

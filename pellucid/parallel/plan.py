@@ -121,6 +121,7 @@ def _ddp(
     rows += _small(len(infos), world_size)
     weights = sum(info.num_bytes for info in infos)
     held = sum(b.num_bytes for b in layouts)
+    held += sum(info.num_bytes for info in infos if dtype not in (None, info.dtype))  # .grad, beside the bucket
     return ModePlan("ddp", world_size, weights, held, _state_bytes(infos), 0, tuple(rows), _buckets(layouts))
 
 

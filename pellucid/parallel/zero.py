@@ -17,10 +17,18 @@ from torch import Tensor, nn
 from pellucid.errors import CheckpointError, ConfigError
 from pellucid.parallel import comm
 from pellucid.parallel.bucket import Bucket, Reducer
-from pellucid.parallel.ddp import broadcast_module, compare_modules, mark_owned, refuse_unfit, scale_for_average
+from pellucid.parallel.ddp import (
+    broadcast_module,
+    compare_modules,
+    mark_owned,
+    refuse_late,
+    refuse_unfit,
+    scale_for_average,
+)
 from pellucid.parallel.executor import Executor, norms
 from pellucid.parallel.layout import MIB, Layout, Slot, sharded_layouts
 from pellucid.parallel.optimizer_state import on_device, state_by_parameter
+from pellucid.parallel.sharded_optimizer import ShardedOptimizer
 from pellucid.registry import register
 
 
@@ -62,6 +70,8 @@ class Zero1Executor(Executor):
     def _wrap(self, model: nn.Module) -> nn.Module:
         if self.optimizer is None:
             raise ConfigError("parallel.mode zero1 shards an optimizer; give one to prepare()")
+        if isinstance(self.optimizer, ShardedOptimizer):
+            raise ConfigError("parallel.mode zero1 shards the optimizer itself; give it a plain one, or take mode ddp")
         refuse_unfit(model, self.options.bucket_size_mb or 25)
         compare_modules(model, None)
         broadcast_module(model, None)
@@ -146,9 +156,17 @@ class Zero1Executor(Executor):
             bucket.flat, bucket.flat[first:last], tag=f"grad/bucket{layout.index}", owner=layout.names
         )
 
+    def backward(self, loss: Tensor) -> None:
+        if not self.reducer.expected and not self.reducer.outstanding:  # a loop that does not use accumulate()
+            self.reducer.synchronizing = self.sync_gradients
+            self.reducer.expect()
+        super().backward(loss)
+
     def _finish(self) -> None:
         if not self.reducer.expected:
             return
+        assert self.model is not None
+        refuse_late(self.model)
         came = torch.tensor(self.reducer.fill_missing(), dtype=torch.uint8, device=self.buckets[0].flat.device)
         used = comm.all_reduce_(came, tag="used", op="max")
         self.reducer.wait()
@@ -169,6 +187,7 @@ class Zero1Executor(Executor):
         return True
 
     def grad_norm(self) -> float:
+        self.finish_grads()
         grads = self._grads()
         mine = norms(grads).double() if grads else torch.zeros(1)
         return math.sqrt(comm.all_reduce(float(mine.square().sum()), tag="grad_norm"))
@@ -190,6 +209,8 @@ class Zero1Executor(Executor):
             piece.weight.grad = None
 
     # -- checkpoints ----------------------------------------------------------------------------------------
+
+    gathers_state = True
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Gathered one tensor at a time on the first rank; the others get an empty table.
@@ -237,7 +258,7 @@ class Zero1Executor(Executor):
             return None
         rows = full.view(self.world_size, longest)
         pieces = [row[: stop - start] for row, (start, stop) in zip(rows, spans, strict=True) if start < stop]
-        return torch.cat(pieces).view(slot.info.shape)
+        return torch.cat(pieces).view(slot.info.shape).cpu()
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
         assert self.optimizer is not None and self.model is not None, "prepare() comes first"

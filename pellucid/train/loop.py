@@ -23,7 +23,7 @@ from pellucid.train.callbacks import BatchInfo, Callback, SaveInfo, StepInfo, St
 from pellucid.train.precision import autocast
 from pellucid.train.ranks import gather_json, gather_rng, on_first_rank, stop_reason
 from pellucid.train.saving import RunWriter, load_newest_everywhere, restore, write_plan
-from pellucid.train.setup import Setup, prepare
+from pellucid.train.setup import CHECKED_STEPS, Setup, prepare
 from pellucid.train.state import TrainState, capture_rng
 from pellucid.train.strategies import LossOutput, Strategy
 
@@ -123,6 +123,9 @@ class Trainer:
             self._ledger_files = LedgerFiles(folder, comm.rank(), after=self.state.step or -1)  # from 0: all anew
             if comm.rank() == 0:
                 write_plan(self.setup, folder)
+                for path in folder.glob("rank*.jsonl"):  # of an earlier part of the run, on more ranks
+                    if int(path.stem[4:]) >= comm.world_size():
+                        LedgerFiles(folder, int(path.stem[4:]), after=self.state.step or -1).close()
 
     # -- the loop -------------------------------------------------------------------------------------------
 
@@ -305,6 +308,7 @@ class Trainer:
         restore(self.setup, snapshot)
         state = snapshot.state
         comm.begin_step(state["step"])
+        comm.check_until(state["step"] + CHECKED_STEPS)
         self.state.step, self.state.epoch = state["step"], state["epoch"]
         self.state.tokens_seen = state["tokens_seen"]
         if state.get("stopped") and state["total_steps"] == self.setup.total_steps:

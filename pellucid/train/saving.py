@@ -85,7 +85,7 @@ class RunWriter:
         return Snapshot(
             step=state.step,
             model=clone_all(weights_of(setup.model)),
-            optimizer=clone_all(optimizer),
+            optimizer=optimizer if setup.executor.gathers_state else clone_all(optimizer),
             rng=clone_all(state.rng),
             state={
                 "step": state.step,

@@ -49,7 +49,9 @@ def test_a_demo_is_continued_and_ends_with_its_last_line(
     for _ in range(2):
         assert main(["demo", "--out", str(out), "--quiet", "--parallel.mode", "none", *SHORT]) == 0
         assert LAST_LINE.search(capsys.readouterr().out)
-    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines() if '"step", ' in line]
+    steps = [
+        json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines() if '"step", ' in line
+    ]
     assert steps == [1, 2, 3, 4], "the second demo trains nothing more"
 
 

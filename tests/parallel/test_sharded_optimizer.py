@@ -542,7 +542,7 @@ def test_a_step_of_sixty_tensors_is_a_few_collectives_that_are_under_way_togethe
 
 
 def test_large_weights_travel_in_several_messages_and_types_apart(monkeypatch):
-    monkeypatch.setattr("pellucid.parallel.bucket.CHUNK_BYTES", 4096)
+    monkeypatch.setattr("pellucid.parallel.layout.CHUNK_BYTES", 4096)
 
     def rank():
         parameters = odd_sizes()
