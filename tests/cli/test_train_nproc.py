@@ -120,3 +120,20 @@ def test_under_torchrun_a_restart_resumes_and_nproc_is_refused(arguments, tmp_pa
     assert fork(lambda: sys.exit(main([*arguments, "--parallel.mode=ddp"]))) == 0
     assert "resuming after step 2" in capfd.readouterr().err
     assert steps(tmp_path / "run") == [1, 2, 3, 4]
+
+
+def test_spawned_ranks_know_the_plugins_of_the_configuration(arguments, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "spawned_plugin.py").write_text(
+        "from pellucid.registry import register\n"
+        "from pellucid.train.strategies import Pretrain, PretrainOptions\n"
+        "@register('strategy', 'spawned')\n"
+        "class Spawned(Pretrain):\n"
+        "    def __init__(self, options):\n"
+        "        super().__init__(PretrainOptions())\n"
+    )
+    (tmp_path / "mine.toml").write_text('plugins = ["spawned_plugin"]\n[strategy]\nname = "spawned"\n')
+    code = main([*arguments, "mine.toml", "--nproc=2", "--parallel.mode=ddp"])
+    assert code == 0, capfd.readouterr().err
+    assert steps(tmp_path / "run") == [1, 2, 3, 4]

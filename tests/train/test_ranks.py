@@ -14,6 +14,7 @@ from support import digest, run_ranks, tiny_config, windows
 from pellucid.config import load_config
 from pellucid.errors import ConfigError, RankError, StorageError, TrainingError
 from pellucid.parallel import comm
+from pellucid.parallel.check import CollectiveCheck
 from pellucid.train import Callback, StopTraining, Trainer, loop
 from pellucid.train.callbacks import GradientStatistics, GradientStatisticsOptions
 from pellucid.train.ranks import on_first_rank
@@ -489,3 +490,31 @@ def test_without_a_ledger_none_is_written(tmp_path):
 def test_alone_no_ledger_is_written(tmp_path):
     run(tmp_path, "ddp", train__steps=2)
     assert not (tmp_path / "ledger").exists()
+
+
+def test_a_resumed_run_compares_its_first_steps_again(tmp_path, monkeypatch):
+    def checked(resume):
+        seen = []
+        original = CollectiveCheck.before
+        monkeypatch.setattr(
+            CollectiveCheck,
+            "before",
+            lambda self, intent: (seen.append(comm._watch.clock.step), original(self, intent)),
+        )
+        steps = 5 if resume else 1
+        run(tmp_path / "run", "ddp", resume=resume, train__steps=6, callbacks=[] if resume else [interrupted(steps)])
+        return sorted(set(seen))
+
+    assert run_ranks(lambda: checked(False), 2)[1] == [0, 1]
+    assert run_ranks(lambda: checked(True), 2)[1] == [0, 1, 2, 3, 4]
+
+
+def test_on_fewer_ranks_a_resumed_run_cuts_the_ledgers_of_the_others_too(tmp_path):
+    out = tmp_path / "run"
+    run_ranks(lambda: run(out, "ddp", callbacks=[interrupted(3)]) and None, 3)
+    third = out / "ledger" / "rank00002.jsonl"
+    steps = {json.loads(line)["step"] for line in third.read_text().splitlines()}
+    assert max(steps) == 3
+    (out / "checkpoints" / "step_00000003" / "manifest.json").unlink()  # the newest complete one is of step 2
+    run_ranks(lambda: run(out, "ddp", resume=True) and None, 2)
+    assert max(json.loads(line)["step"] for line in third.read_text().splitlines()) == 2
