@@ -5,9 +5,13 @@ W ranks, N bytes of payload: the whole tensor that is reduced, gathered or broad
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO
+
+from pellucid.errors import StorageError
 
 Phase = Literal["forward", "backward", "optimizer", "other"]
 
@@ -135,22 +139,36 @@ class LedgerFiles:
     """
 
     def __init__(self, folder: Path, rank: int, *, after: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._events = _open_after(folder / f"rank{rank:05d}.jsonl", after)
-        self._spans = _open_after(folder / f"phases{rank:05d}.jsonl", after)
+        with _storage_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._events = _open_after(folder / f"rank{rank:05d}.jsonl", after)
+            self._spans = _open_after(folder / f"phases{rank:05d}.jsonl", after)
+        self._folder = folder
 
     def write(self, ledger: CommLedger) -> None:
-        """Append what ``ledger`` holds, and empty it."""
-        self._events.write("".join(_line(asdict(event)) for event in ledger.events))
-        self._spans.write("".join(_line(asdict(span)) for span in ledger.spans))
-        self._events.flush()
-        self._spans.flush()
+        """Append what ``ledger`` holds, and empty it; `StorageError` where the disk refuses."""
+        with _storage_errors(self._folder):
+            self._events.write("".join(_line(asdict(event)) for event in ledger.events))
+            self._spans.write("".join(_line(asdict(span)) for span in ledger.spans))
+            self._events.flush()
+            self._spans.flush()
         ledger.clear()
 
     def close(self) -> None:
-        """No more lines."""
-        self._events.close()
-        self._spans.close()
+        """No more lines. What a full disk refused before is lost, and was told then."""
+        for file in (self._events, self._spans):
+            with suppress(OSError):
+                file.close()
+
+
+@contextmanager
+def _storage_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {folder}: {error.strerror or error}; make room, or set parallel.ledger = false"
+        ) from error
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -84,9 +84,8 @@ class Zero1Executor(Executor):
         layouts = sharded_layouts(self.infos, int((self.options.bucket_size_mb or 25) * MIB), self.world_size)
         self.weights = [_move_weights(layout, self.parameters) for layout in layouts]
         """The parameters' storage, laid out as the buckets are, so that new weights are gathered into their place."""
-        self.buckets = [
-            Bucket(layout, self.parameters) for layout in layouts
-        ]  # after it: where the weights were is free
+        # after the weights have moved: their old place is free for gradients
+        self.buckets = [Bucket(layout, self.parameters) for layout in layouts]
         self.reducer = Reducer(self.buckets, self._launch)
         self.slices = {piece.name: piece for bucket in self.buckets for piece in self._slices(bucket)}
         mark_owned([*self.parameters.values(), *(piece.weight for piece in self.slices.values())], self.reducer)

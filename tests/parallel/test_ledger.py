@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from support import run_ranks
 
+from pellucid.errors import StorageError
 from pellucid.parallel import comm
 from pellucid.parallel.ledger import Clock, CommEvent, CommLedger, LedgerFiles, Span, wire_bytes
 
@@ -220,3 +221,15 @@ def test_a_torn_or_damaged_line_goes_and_with_it_all_that_follows(tmp_path, dama
     write_steps(tmp_path, (3,), after=2)
     assert path.read_text().startswith(good)
     assert [line["step"] for line in lines(path)] == [1, 1, 2, 2, 3, 3]
+
+
+def test_a_disk_that_refuses_the_ledger_is_named_with_the_way_out(tmp_path):
+    (tmp_path / "ledger").write_text("a file where the folder should be")
+    with pytest.raises(StorageError, match=r"cannot write .*ledger.*parallel\.ledger = false"):
+        LedgerFiles(tmp_path / "ledger", 0, after=0)
+    files = LedgerFiles(tmp_path / "other", 0, after=0)
+    files._events.close()
+    files._events = open("/dev/full", "a", encoding="utf-8")  # noqa: SIM115 - closed by the ledger
+    with pytest.raises(StorageError, match="No space left"):
+        files.write(CommLedger([CommEvent(1, 0, "all_reduce", "loss", "world", "float64", 1, 8, 8, (), "other", 0.0)]))
+    files.close()

@@ -1,6 +1,5 @@
 """The report comes out of any run, says what the files say, and is one page that needs nothing else."""
 
-import html.parser
 import json
 import math
 import os
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pages import Page
 
 from pellucid.errors import DataError, StorageError
 from pellucid.report import build_report
@@ -23,46 +23,6 @@ from pellucid.report.page import embedded
 from pellucid.report.report import final_numbers
 
 ATTACK = "</script><script>alert('x')</script><img src=x onerror=alert(1)> & \"quotes\" ]]>"
-
-
-class Page(html.parser.HTMLParser):
-    """Parses a page strictly enough to notice a tag that is never closed, and keeps what tests ask for."""
-
-    VOID = ("meta", "link", "br", "img", "input", "hr")
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-        self.scripts: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.open == [], f"never closed: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-1:]}"
-        self.open.pop()
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] in ("script", "style"):
-            self.scripts.append(data)
-        elif data.strip():
-            self.texts.append(data.strip())
-
-    def data(self) -> list[dict[str, Any]]:
-        return json.loads(next(text for text in self.scripts if text.lstrip().startswith("[")))
-
-    def says(self, text: str) -> bool:
-        return any(text in found for found in self.texts)
 
 
 def step(number: int, **values: Any) -> dict[str, Any]:
