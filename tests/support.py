@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from pellucid.config import RunConfig, run_config
 from pellucid.data.batches import Windows
@@ -148,3 +149,21 @@ def digest(model: torch.nn.Module) -> str:
     for parameter in model.parameters():
         total.update(parameter.detach().numpy().tobytes())
     return total.hexdigest()
+
+
+def outcome_of(out: Path, step: int) -> tuple[Any, ...]:
+    """Everything that must not depend on interruptions."""
+    last = out / "checkpoints" / f"step_{step:08d}"
+    tensors = {
+        (name, key): value
+        for name in ("model", "optimizer", "rng")
+        for key, value in load_file(last / f"{name}.safetensors").items()
+    }
+    log = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    for record in log:
+        for key in ("time", "seconds", "tokens_per_s"):
+            record.pop(key, None)
+    state = json.loads((last / "state.json").read_text())
+    state.pop("config_sha256")  # covers train.out, which differs here
+    extra = json.loads((last / "extra/early_stopping.json").read_text())
+    return tensors, log, state, extra

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import TINY, tiny_config, windows
+from support import TINY, outcome_of, tiny_config, windows
 
 from pellucid import launch
 from pellucid.checkpoint import files
@@ -109,21 +109,7 @@ def live(out, mode, death=None, **changes):
 
 def outcome(out, step=6):
     """Everything that must not depend on interruptions."""
-    last = out / "checkpoints" / f"step_{step:08d}"
-    tensors = {
-        (name, key): value
-        for name in ("model", "optimizer", "rng")
-        for key, value in load_file(last / f"{name}.safetensors").items()
-    }
-    log = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    for record in log:
-        for key in ("time", "seconds", "tokens_per_s"):
-            record.pop(key, None)
-    state = json.loads((last / "state.json").read_text())
-    state.pop("config_sha256")  # covers train.out, which differs here
-    extra = json.loads((last / "extra/early_stopping.json").read_text())
-    final = (out / "model/model.safetensors").read_bytes()
-    return tensors, log, state, extra, final
+    return *outcome_of(out, step), (out / "model/model.safetensors").read_bytes()
 
 
 def assert_same(out, expected):

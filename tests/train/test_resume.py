@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import fork, tiny_config, wait, windows
+from support import fork, outcome_of, tiny_config, wait, windows
 
 from pellucid.checkpoint import files
 from pellucid.errors import CheckpointError, ConfigError
@@ -36,20 +36,7 @@ def run(out, *, resume=True, hook=None, callbacks=(), **changes):
 
 def outcome(out):
     """Everything that must not depend on interruptions."""
-    last = out / "checkpoints" / "step_00000006"
-    tensors = {
-        (name, key): value
-        for name in ("model", "optimizer", "rng")
-        for key, value in load_file(last / f"{name}.safetensors").items()
-    }
-    log = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    for record in log:
-        for key in ("time", "seconds", "tokens_per_s"):
-            record.pop(key, None)
-    state = json.loads((last / "state.json").read_text())
-    state.pop("config_sha256")  # covers train.out, which differs here
-    extra = json.loads((last / "extra/early_stopping.json").read_text())
-    return tensors, log, state, extra
+    return outcome_of(out, 6)
 
 
 def assert_same(got, expected):
