@@ -219,9 +219,7 @@ class Pair:
 
 def start(name: str, folder: Path) -> Pair:
     """The ranks of a contender, ready to step."""
-    library = allocator.find()
-    environment = os.environ | (allocator.environment(library) if library is not None else allocator.GLIBC_SETTINGS)
-    environment |= {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | allocator.settings() | {"OMP_NUM_THREADS": "1"}
     store = folder / name.replace(" ", "_").replace(",", "")
     processes = [
         subprocess.Popen(

@@ -49,7 +49,8 @@ class Entry:
     contender: str
     compile: bool = False
     our_allocator: bool = False
-    """Started as the command line starts itself: jemalloc or tcmalloc, where one is installed."""
+    """Started as the command line starts itself: with jemalloc or tcmalloc where one is installed, else glibc told to keep
+    its memory."""
     needs: tuple[str, ...] = ()
 
 
@@ -120,10 +121,9 @@ class Racer:
 def start(entry: Entry, dtype: str, threads: int, data: Path, scratch: Path) -> Racer:
     """Start a contender and wait until it is built."""
     scratch.mkdir()
-    library = allocator.find() if entry.our_allocator else None
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    if library is not None:
-        environment |= allocator.environment(library)
+    if entry.our_allocator:
+        environment |= allocator.settings()
     command = [sys.executable, str(Path(__file__).with_name("contenders") / "training.py"), entry.contender]
     command += ["--dtype", dtype, "--threads", str(threads), "--data", str(data), "--scratch", str(scratch)]
     command += ["--compile"] if entry.compile else []
@@ -219,8 +219,7 @@ def main() -> None:
     options = parser.parse_args()
     entries = available(options.only)
     print(machine_line(options.threads))
-    library = allocator.find()
-    print(f"allocator of ours: {library.name if library else 'none installed'}; `{' '.join(['python', *sys.argv])}`")
+    print(f"allocator of ours: {allocator.settings()[allocator.MARK]}; `{' '.join(['python', *sys.argv])}`")
     if not bf16_is_fast(torch.device("cpu")):
         print('bfloat16 is not fast on this machine: `train.dtype = "auto"` is float32 here')
     for dtype in [options.dtype] if options.dtype else ["float32", "bfloat16"]:

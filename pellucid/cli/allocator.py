@@ -1,7 +1,7 @@
 """A memory allocator that keeps what it has mapped.
 
 glibc as it comes maps and unmaps every large tensor at each step: hundreds of thousands of page faults. jemalloc and
-tcmalloc keep the pages, and so does glibc when told to by its environment; training on CPU is 1.1 to 1.2 times as fast
+tcmalloc keep the pages, and so does glibc when told to by its environment; training on CPU is 1.1 to 1.4 times as fast
 then. All of it must be settled before the process starts, hence the re-execution, which happens once.
 """
 
@@ -13,7 +13,7 @@ LIBRARIES = ("libjemalloc.so.2", "libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
 FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib")
 JEMALLOC_SETTINGS = "dirty_decay_ms:-1,muzzy_decay_ms:-1,oversize_threshold:0"
 GLIBC_SETTINGS = {
-    "MALLOC_ARENA_MAX": "1",
+    # no MALLOC_ARENA_MAX: with one arena for all threads a step took 1.2 times as long
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 44),
     "MALLOC_TOP_PAD_": str(64 << 20),
@@ -42,12 +42,17 @@ def environment(library: Path) -> dict[str, str]:
     return added if "MALLOC_CONF" in os.environ else added | {"MALLOC_CONF": JEMALLOC_SETTINGS}
 
 
+def settings() -> dict[str, str]:
+    """What to add to the environment of a process that is to keep its memory, with what is installed here."""
+    library = find()
+    return GLIBC_SETTINGS | {MARK: "glibc"} if library is None else environment(library)
+
+
 def keep_memory() -> None:
     """Start this command again with an allocator that keeps its memory, on Linux and if torch is not imported yet."""
     if not sys.platform.startswith("linux") or preloaded() or MARK in os.environ or "torch" in sys.modules:
         return
-    library = find()
-    added = GLIBC_SETTINGS | {MARK: "glibc"} if library is None else environment(library)
+    added = settings()
     sys.stdout.flush()
     sys.stderr.flush()
     command = [sys.executable, "-m", "pellucid", *sys.argv[1:]]
