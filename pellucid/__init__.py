@@ -9,14 +9,23 @@ from typing import TYPE_CHECKING, Any
 from pellucid.version import __version__
 
 if TYPE_CHECKING:
+    from pellucid.checkpoint.encoder_folder import LoadedEncoder, load_encoder, save_encoder
     from pellucid.checkpoint.model_folder import Loaded, load_model, save_model
     from pellucid.config import ModelConfig, RunConfig, load_config
     from pellucid.data.batches import Batch, Loader, Windows
     from pellucid.data.shards import TokenData
     from pellucid.errors import CheckpointError, ConfigError, DataError, PellucidError, RankError, RequestError
     from pellucid.inference import SamplingParams
-    from pellucid.model import Transformer
-    from pellucid.parallel import DDP, Executor, OptimizerProtocol, SchedulerProtocol, ShardedOptimizer, create_executor
+    from pellucid.model import BertEncoder, EmbedConfig, Encoder, Transformer
+    from pellucid.parallel import (
+        DDP,
+        FSDP,
+        Executor,
+        OptimizerProtocol,
+        SchedulerProtocol,
+        ShardedOptimizer,
+        create_executor,
+    )
     from pellucid.parallel.launch import launch
     from pellucid.parallel.world import get_current_device, get_rank, get_world_size, only_on_rank
     from pellucid.registry import register
@@ -27,12 +36,17 @@ if TYPE_CHECKING:
 _HOMES = {
     "Batch": "pellucid.data.batches",
     "Callback": "pellucid.train",
+    "BertEncoder": "pellucid.model",
     "CheckpointError": "pellucid.errors",
     "ConfigError": "pellucid.errors",
     "DDP": "pellucid.parallel",
+    "FSDP": "pellucid.parallel",
     "DataError": "pellucid.errors",
+    "EmbedConfig": "pellucid.model",
+    "Encoder": "pellucid.model",
     "Executor": "pellucid.parallel",
     "Loaded": "pellucid.checkpoint.model_folder",
+    "LoadedEncoder": "pellucid.checkpoint.encoder_folder",
     "Loader": "pellucid.data.batches",
     "ModelConfig": "pellucid.config",
     "OptimizerProtocol": "pellucid.parallel",
@@ -57,21 +71,28 @@ _HOMES = {
     "get_world_size": "pellucid.parallel.world",
     "launch": "pellucid.parallel.launch",
     "load_config": "pellucid.config",
+    "load_encoder": "pellucid.checkpoint.encoder_folder",
     "load_model": "pellucid.checkpoint.model_folder",
     "only_on_rank": "pellucid.parallel.world",
     "register": "pellucid.registry",
+    "save_encoder": "pellucid.checkpoint.encoder_folder",
     "save_model": "pellucid.checkpoint.model_folder",
 }
 
 __all__ = [
     "DDP",
+    "FSDP",
     "Batch",
+    "BertEncoder",
     "Callback",
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "EmbedConfig",
+    "Encoder",
     "Executor",
     "Loaded",
+    "LoadedEncoder",
     "Loader",
     "ModelConfig",
     "OptimizerProtocol",
@@ -97,9 +118,11 @@ __all__ = [
     "get_world_size",
     "launch",
     "load_config",
+    "load_encoder",
     "load_model",
     "only_on_rank",
     "register",
+    "save_encoder",
     "save_model",
 ]  # fmt: skip
 

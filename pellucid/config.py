@@ -139,6 +139,28 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LoraConfig:
+    """Train low-rank adapters of a model that train.init names, and leave its own weights as they are (docs/lora.md)."""
+
+    r: int = 8
+    """Rank: rows of A and columns of B."""
+    alpha: float = 16.0
+    """The adapter is scaled by alpha / r."""
+    dropout: float = 0.0
+    """Probability of dropping elements of an adapter's input in training."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Linear layers that get an adapter, by the end of their names, such as "q_proj"; "all-linear": all but the head."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(r) instead."""
+
+    def __post_init__(self) -> None:
+        _require(self.r >= 1, f"lora.r must be at least 1, got {self.r}")
+        _require(0 < self.alpha < math.inf, f"lora.alpha must be positive and finite, got {self.alpha}")
+        _require(0 <= self.dropout < 1, f"lora.dropout must be in [0, 1), got {self.dropout}")
+        _require(bool(self.targets), 'lora.targets is empty; name linear layers, such as ["q_proj", "v_proj"]')
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """What is trained on."""
 
@@ -207,6 +229,9 @@ class ParallelConfig:
     """Parallel mode, by its registered name; what only one mode has is set in a table of its own, [parallel.MODE]."""
     bucket_size_mb: float = 25.0
     """MiB of gradients that travel together; a bucket closes when it reaches this, the first one at 1."""
+    reduction: Literal["sum", "ordered"] = "sum"
+    """How gradients are added: "sum" as they come; "ordered" in one binary tree over the micro-batches of the step, for the
+    same bits on 1, 2, 4, 8, ... ranks in modes none, ddp and zero1 on CPU (docs/reproducibility.md)."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """What carries the collectives; "auto": nccl on cuda, else gloo."""
     start_method: Literal["spawn", "fork", "forkserver"] = "spawn"
@@ -266,13 +291,15 @@ class TrainConfig:
     """Optimizer steps between validations; 0: never."""
     log_every: int = 1
     """Optimizer steps between lines of metrics.jsonl."""
+    hash_every: int = 0
+    """Optimizer steps between lines of metrics.jsonl with a hash of all weights; 0: none."""
     max_seconds: float | None = None
     """Stop and save after this many seconds."""
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "micro_batch", "log_every"):
             _require(getattr(self, name) >= 1, f"train.{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("steps", "epochs", "save_every", "keep_last", "keep_every", "val_every", "seed"):
+        for name in ("steps", "epochs", "save_every", "keep_last", "keep_every", "val_every", "hash_every", "seed"):
             value = getattr(self, name)
             _require(value is None or value >= 0, f"train.{name} must not be negative, got {value}")
         _require(
@@ -303,6 +330,8 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    lora: LoraConfig | None = None
+    """A table [lora] trains an adapter instead of the whole model."""
     callbacks: dict[str, Any] = field(default_factory=dict, metadata={"kind": "callback", "tables": "below"})
     """Registered callbacks to run, each a table of its options: [callbacks.early_stopping] patience = 3."""
 
@@ -502,6 +531,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             or (origin in (types.UnionType, typing.Union) and str in args)
         )
         value = str(value) if text else _plain(value)
+        if isinstance(value, str) and origin in (tuple, list) and args[0] is str:
+            value = [part.strip() for part in value.split(",")]  # --lora.targets q_proj,v_proj
     if hint is Any:
         return value
     if is_dataclass(hint):
@@ -596,6 +627,7 @@ def _check_rope_scaling(scaling: dict[str, Any]) -> None:
 def _write_table(config: Any, path: tuple[str, ...], lines: list[str], docs: bool) -> None:
     tables: list[tuple[tuple[str, ...], Any]] = []
     commented: list[tuple[str, tuple[str, ...]]] = []
+    absences: list[tuple[str, type]] = []
     header = ".".join(part if re.fullmatch(r"[\w-]+", part, re.ASCII) else json.dumps(part) for part in path)
     if path:
         if docs and (config.__doc__ or "").strip():
@@ -626,14 +658,30 @@ def _write_table(config: Any, path: tuple[str, ...], lines: list[str], docs: boo
                 ]
         elif is_dataclass(value):
             tables.append(((f.name,), value))
+        elif (absent := _optional_table(type(config), f.name)) is not None:
+            if docs:
+                absences.append((f.name, absent))
         else:
             _write_keys(config, [f.name], lines, docs)
     for kind, header_path in commented:
         if fields(lookup(kind, header_path[-1]).config):
             lines += ["", f"# [{'.'.join(header_path)}]"]
             _describe(kind, header_path[-1], lines)
+    for name, table in absences:
+        note = field_docs(type(config)).get(name, "")
+        about = inspect.cleandoc(table.__doc__ or "")
+        lines += ["", *(f"# {line}" for line in f"{note}\n{about}".strip().splitlines())]
+        lines.append(f"# [{'.'.join((*path, name))}]")
+        _describe_keys(table, lines)
     for name_path, value in tables:
         _write_table(value, (*path, *name_path), lines, docs)
+
+
+def _optional_table(config: type, key: str) -> type | None:
+    """The dataclass of a table that need not be there; None for any other key."""
+    inner = typing.get_args(typing.get_type_hints(config)[key])
+    tables = [arg for arg in inner if is_dataclass(arg) and isinstance(arg, type)]
+    return tables[0] if tables and type(None) in inner else None
 
 
 def _describe_others(kind: str, chosen: str, lines: list[str]) -> None:
@@ -645,7 +693,10 @@ def _describe_others(kind: str, chosen: str, lines: list[str]) -> None:
 
 
 def _describe(kind: str, name: str, lines: list[str]) -> None:
-    config = lookup(kind, name).config
+    _describe_keys(lookup(kind, name).config, lines)
+
+
+def _describe_keys(config: type, lines: list[str]) -> None:
     notes = field_docs(config)
     for f in fields(config):
         lines += [f"# {line}" for line in notes.get(f.name, "").splitlines()]

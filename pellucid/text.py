@@ -55,7 +55,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     Raises:
         RequestError: nothing to start from: the text is empty and the tokenizer has no beginning token.
     """
-    ids = ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(text)
+    ids = ([] if tokenizer.prefix_id is None else [tokenizer.prefix_id]) + tokenizer.encode(text)
     if not ids:
         raise RequestError("prompt is empty and the tokenizer has no beginning token to start from; give some text")
     return ids

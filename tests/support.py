@@ -15,10 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load, load_file, save
+from torch.distributed.tensor import DTensor
 
 from pellucid.config import RunConfig, run_config
 from pellucid.data.batches import Windows
+from pellucid.parallel import Executor, comm
+from pellucid.train.ranks import gather_json
 
 TINY: dict[str, Any] = {
     "vocab_size": 61,
@@ -144,21 +148,24 @@ def try_ranks(function: Callable[[], Any], size: int, *, timeout: float = 60.0) 
 
 
 def digest(model: torch.nn.Module) -> str:
-    """A hash of all parameters."""
+    """A hash of all parameters; of what this rank holds of them, where they are sharded."""
     total = hashlib.sha256()
     for parameter in model.parameters():
-        total.update(parameter.detach().numpy().tobytes())
+        held = parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
+        total.update(held.numpy().tobytes())
     return total.hexdigest()
+
+
+def whole_weights(executor: Any) -> list[Any]:
+    """Every whole weight, on every rank, whatever the ranks hold."""
+    held = [None if weight is None else weight.tolist() for _, weight in executor.weights()]
+    return gather_json(held, tag="test/weights")[0] if executor.shards_weights else held
 
 
 def outcome_of(out: Path, step: int) -> tuple[Any, ...]:
     """Everything that must not depend on interruptions."""
     last = out / "checkpoints" / f"step_{step:08d}"
-    tensors = {
-        (name, key): value
-        for name in ("model", "optimizer", "rng")
-        for key, value in load_file(last / f"{name}.safetensors").items()
-    }
+    tensors = tensors_of(last)
     log = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     for record in log:
         for key in ("time", "seconds", "tokens_per_s"):
@@ -167,3 +174,46 @@ def outcome_of(out: Path, step: int) -> tuple[Any, ...]:
     state.pop("config_sha256")  # covers train.out, which differs here
     extra = json.loads((last / "extra/early_stopping.json").read_text())
     return tensors, log, state, extra
+
+
+def tensors_of(checkpoint: Path) -> dict[tuple[str, str], torch.Tensor]:
+    """Weights, whole optimizer state and generators, each under ("model" | "optimizer" | "rng", name)."""
+    tables = {
+        "model": load_file(checkpoint / "model.safetensors"),
+        "optimizer": load_moments(checkpoint),
+        "rng": load_file(checkpoint / "rng.safetensors"),
+    }
+    return {(name, key): value for name, table in tables.items() for key, value in table.items()}
+
+
+def load_moments(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The optimizer's state in a checkpoint, put together from the files of all ranks with safetensors alone."""
+    whole: dict[str, torch.Tensor] = {}
+    for path in sorted(checkpoint.glob("optimizer*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            slices = json.loads((file.metadata() or {}).get("slices", "{}"))
+            for key in file.keys():  # noqa: SIM118 - not a mapping
+                values = file.get_tensor(key)
+                said = slices.get(key, {"shape": list(values.shape), "start": 0})
+                tensor = whole.setdefault(key, torch.zeros(said["shape"], dtype=values.dtype))
+                tensor.view(-1)[said["start"] : said["start"] + values.numel()] = values.view(-1)
+    return whole
+
+
+def whole_state(executor: Executor) -> dict[str, torch.Tensor]:
+    """The optimizer's state, put together from all ranks' parts, on every rank: each element comes from exactly one."""
+    parts = list(executor.optimizer_parts())
+    tables = comm.all_gather_bytes(json.dumps([[p.name, p.shape, p.start] for p in parts]).encode(), tag="parts")
+    flat = {str(i): part.tensor.detach().reshape(-1).clone() for i, part in enumerate(parts)}
+    tensors = comm.all_gather_bytes(save(flat), tag="tensors")
+    whole: dict[str, torch.Tensor] = {}
+    times: dict[str, torch.Tensor] = {}
+    for table, data in zip(map(json.loads, tables), map(load, tensors), strict=True):
+        for i, (name, shape, start) in enumerate(table):
+            values = data[str(i)]
+            tensor = whole.setdefault(name, torch.zeros(shape, dtype=values.dtype))
+            assert tensor.shape == torch.Size(shape) and tensor.dtype == values.dtype, name
+            tensor.view(-1)[start : start + len(values)] = values
+            times.setdefault(name, torch.zeros(tensor.numel()))[start : start + len(values)] += 1
+    assert all(bool((count == 1).all()) for count in times.values())
+    return whole

@@ -17,6 +17,7 @@ from pellucid.config import (
     CONFIG_VERSION,
     PRESETS,
     DataConfig,
+    LoraConfig,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -35,7 +36,9 @@ from pellucid.config import (
 from pellucid.errors import ConfigError
 from pellucid.registry import register
 
-CLASSES = [ModelConfig, DataConfig, StrategyConfig, ScheduleConfig, OptimConfig, ParallelConfig, TrainConfig, RunConfig]
+CLASSES = [
+    ModelConfig, DataConfig, StrategyConfig, ScheduleConfig, OptimConfig, ParallelConfig, TrainConfig, LoraConfig, RunConfig,
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,6 +429,7 @@ EVERYTHING: dict[str, Any] = {
     "strategy": {"name": "test", "beta": 1e-9, "kind": "sum", "layers": [3, 1], "names": ["x", "none"], "folder": "f"},
     "optim": {"lr": 1e16, "max_grad_norm": "none", "schedule": {"name": "cosine", "cycles": 3}},
     "train": {"epochs": 2, "max_seconds": 0.1, "compile": True},
+    "lora": {"r": 4, "targets": ["q_proj"], "use_rslora": True},
     "callbacks": {"early_stopping": {"patience": 9}, "my stats": {}},
 }  # fmt: skip
 

@@ -1,25 +1,42 @@
 """Durable file operations: everything that a save does to the disk goes through these few functions.
 
-A folder is written aside under a name with ``.tmp-``, each file synced, and published by one rename.
+A folder is written aside under a name with ``.tmp-``, each file synced, and published by one rename. What writes a file
+says its size and hash, so that nothing is read again for the manifest.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
 from pellucid.errors import StorageError
 
 before_operation: Callable[[str, Path], None] | None = None
 after_operation: Callable[[str, Path], None] | None = None
-"""Called around each operation with its name ("write", "fsync", "rename", "remove") and path; tests kill here."""
+"""Called around each operation with its name ("make", "write", "fsync", "rename", "remove") and path; tests kill here."""
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+"""Types as safetensors names them."""
+
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class Written(NamedTuple):
+    """A file as the manifest knows it."""
+
+    bytes: int
+    sha256: str
 
 
 def make_folder(folder: Path) -> None:
@@ -27,27 +44,86 @@ def make_folder(folder: Path) -> None:
     _operate("make", folder, lambda: folder.mkdir(parents=True))
 
 
-def write_bytes(path: Path, data: bytes) -> None:
+def write_bytes(path: Path, data: bytes) -> Written:
     """Create ``path`` with ``data`` and sync it."""
-
-    def write() -> None:
-        with open(path, "wb") as file:
-            file.write(data)
-
-    _operate("write", path, write)
-    sync(path)
+    return _write(path, [data])
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> Written:
     """Create ``path`` with ``value`` as indented JSON and sync it."""
-    write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+    return write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Create ``path`` as safetensors and sync it. Tensors must not share memory."""
-    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    _operate("write", path, lambda: save_file(contiguous, path, metadata={"format": "pt"}))
-    sync(path)
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Written:
+    """Create ``path`` as safetensors and sync it."""
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    in_order = sorted(shapes, key=lambda name: -shapes[name][1].itemsize)
+    return stream_tensors(
+        path, {name: shapes[name] for name in in_order}, ((name, tensors[name]) for name in in_order), metadata
+    )
+
+
+def stream_tensors(
+    path: Path, shapes: Shapes, tensors: Iterable[tuple[str, Tensor | None]], metadata: Mapping[str, str] | None = None
+) -> Written:
+    """Create ``path`` as safetensors, one tensor after the other, and sync it: one tensor is in memory at a time.
+
+    Args:
+        shapes: what will come, in that order, wide types first: so each tensor begins at a multiple of its element size,
+            and the file can be mapped.
+        metadata: beside ``{"format": "pt"}``, which transformers wants to see.
+    """
+    return _write(path, _safetensors(shapes, tensors, metadata or {}))
+
+
+def _safetensors(
+    shapes: Shapes, tensors: Iterable[tuple[str, Tensor | None]], metadata: Mapping[str, str]
+) -> Iterable[Any]:
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    offset, widest = 0, 8
+    for name, (shape, dtype) in shapes.items():
+        assert dtype.itemsize <= widest, f"{name}: wide types come first"
+        widest = dtype.itemsize
+        stop = offset + torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    expected = iter(shapes.items())
+    for name, tensor in tensors:
+        assert tensor is not None and next(expected) == (name, (tuple(tensor.shape), tensor.dtype)), name
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        if flat.numel():
+            yield flat.view(torch.uint8).numpy().data
+        del tensor, flat  # before the next one is made
+    assert next(expected, None) is None, "a tensor is missing"
+
+
+def write_folder(
+    final: Path, contents: Mapping[str, bytes], name: str, shapes: Shapes, tensors: Iterable[tuple[str, Tensor | None]]
+) -> None:
+    """Write a folder of ``contents`` and one safetensors file ``name``, as `stream_tensors` has it, aside, and publish it.
+
+    A folder that is there is replaced, and leftovers of killed processes that wrote it are removed.
+    """
+    temporary = final.with_name(f"{final.name}.tmp-{os.getpid()}")
+    if temporary.exists():
+        remove(temporary)
+    try:
+        make_folder(temporary)
+        for file, data in contents.items():
+            if not (temporary / file).parent.exists():
+                make_folder((temporary / file).parent)
+            write_bytes(temporary / file, data)
+        stream_tensors(temporary / name, shapes, tensors)
+        publish(temporary, final)
+        for leftover in [path for path in final.parent.iterdir() if path.name.startswith(f"{final.name}.tmp-")]:
+            remove(leftover)  # with a new folder in place nobody needs it
+    finally:
+        if temporary.exists():
+            remove(temporary)
 
 
 def publish(temporary: Path, final: Path) -> None:
@@ -92,6 +168,23 @@ def sync(path: Path) -> None:
     _operate("fsync", path, fsync)
 
 
+def _write(path: Path, pieces: Iterable[Any]) -> Written:
+    hashed, size = hashlib.sha256(), 0
+
+    def write() -> None:
+        nonlocal size
+        with open(path, "wb") as file:
+            for piece in pieces:
+                hashed.update(piece)
+                size += len(piece)
+                file.write(piece)
+                del piece
+
+    _operate("write", path, write)
+    sync(path)
+    return Written(size, hashed.hexdigest())
+
+
 def _operate(name: str, path: Path, operation: Callable[[], None]) -> None:
     if before_operation is not None:
         before_operation(name, path)
@@ -99,7 +192,5 @@ def _operate(name: str, path: Path, operation: Callable[[], None]) -> None:
         operation()
     except OSError as error:
         raise StorageError(f"cannot {name} {path}: {error.strerror or error}") from error
-    except SafetensorError as error:
-        raise StorageError(f"cannot {name} {path}: {error}") from error
     if after_operation is not None:
         after_operation(name, path)

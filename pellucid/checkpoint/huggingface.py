@@ -16,6 +16,9 @@ from pellucid.registry import nearest
 OWN = "pellucid"
 """Our model_type, and the key of the table of what transformers has no key for."""
 
+ENCODERS = ("pellucid_encoder", "bert")
+"""The model_types of encoders, which `pellucid.checkpoint.encoder_folder` reads."""
+
 _SHAPE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
 )  # fmt: skip
@@ -186,6 +189,11 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
 
 def _read_foreign(table: dict[str, Any]) -> ModelConfig:
     kind = table.get("model_type")
+    if kind in ENCODERS:
+        raise ConfigError(
+            f"config.json: model_type {kind!r} is an encoder, which gives vectors and no text; open it with "
+            "pellucid.load_encoder or `pellucid embed`"
+        )
     if kind not in _FIELDS:
         raise ConfigError(
             f"config.json: model_type {kind!r} cannot be read{nearest(str(kind), list(_FIELDS))}; "

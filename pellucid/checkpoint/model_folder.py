@@ -1,26 +1,41 @@
 """Model folders: config.json, model.safetensors, the tokenizer, generation_config.json and a model card."""
 
 import json
-import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from pellucid.checkpoint import files
+from pellucid.checkpoint.adapter import (
+    ADAPTER_CONFIG,
+    MergedFiles,
+    apply_adapter,
+    find_base,
+    holds_adapter,
+    is_adapter,
+    open_adapter,
+    write_adapter,
+)
+from pellucid.checkpoint.files import Shapes
 from pellucid.checkpoint.huggingface import from_hf_config, to_hf_config
-from pellucid.checkpoint.store import newest_complete
+from pellucid.checkpoint.reshard import SavedFiles
+from pellucid.checkpoint.store import MANIFEST, WEIGHTS, newest_complete, verify
 from pellucid.config import ModelConfig
 from pellucid.errors import CheckpointError, ConfigError
 from pellucid.model import Transformer
+from pellucid.model.lora import A, B, add_lora, lora_of
+from pellucid.parallel.parts import check_weights, weight_shapes
 from pellucid.parallel.world import resolve_device
 from pellucid.tokenizer import Tokenizer
 from pellucid.version import __version__
 
-WEIGHTS = "model.safetensors"
 SHARD_INDEX = "model.safetensors.index.json"
+CONVERTED = 2**18
+"""Elements that are converted at a time."""
 
 
 class Loaded(NamedTuple):
@@ -41,7 +56,11 @@ def find_model(path: str | Path) -> Path:
     folder = Path(path)
     if not folder.exists():
         raise CheckpointError(f"{folder}: no such model, checkpoint or run")
-    if (folder / "config.json").is_file():
+    if folder.is_file() and folder.suffix == ".gguf":
+        raise CheckpointError(
+            f"{folder} is a GGUF file; make a model folder of it with `pellucid import {folder} --out MODEL`"
+        )
+    if (folder / "config.json").is_file() or is_adapter(folder):
         return folder
     if (folder / "model" / "config.json").is_file():
         return folder / "model"
@@ -53,24 +72,39 @@ def find_model(path: str | Path) -> Path:
     return newest
 
 
-def load_model(path: str | Path, *, device: str = "auto", dtype: str = "auto") -> Loaded:
-    """Load a model folder, a checkpoint or a run.
+def load_model(
+    path: str | Path, *, device: str = "auto", dtype: str = "auto", base: str | Path | None = None
+) -> Loaded:
+    """Load a model folder, a checkpoint, a run, or an adapter's folder with its base.
 
     Args:
         device: "auto" is cuda where there is one, else cpu.
         dtype: of the weights: "float32", "bfloat16", "float16", or "auto" as stored.
+        base: the model that an adapter is on; None: the one that the adapter names.
+
+    Returns:
+        With an adapter that is not merged (`pellucid.model.lora`), where the folder has one.
 
     Raises:
         CheckpointError: the folder, its config or a weight file is missing, damaged or of another shape;
-            missing, extra and misshaped tensors are named.
-        ConfigError: an unknown device or dtype.
+            missing, extra and misshaped tensors are named. An adapter's base is not there, or does not fit it.
+        ConfigError: an unknown device or dtype; ``base`` for what is no adapter; an adapter on an adapter.
     """
     folder = find_model(path)
+    if is_adapter(folder):
+        adapter = open_adapter(folder)
+        loaded = load_model(find_base(adapter, base), device=device, dtype=dtype)
+        apply_adapter(loaded.model, adapter)
+        return loaded._replace(model=loaded.model.eval())
+    if base is not None:
+        raise ConfigError(f"base {base} was given, and {folder} is no adapter; leave it out")
     config = read_config(folder)
     target = resolve_device(device)
     model = Transformer(config, device="meta")
+    if holds_adapter(folder):
+        add_lora(model, open_adapter(folder, open_weights(folder)).config)
     weights = read_weights(folder)
-    wanted = _dtype(dtype)
+    wanted = dtype_of(dtype)
     tensors = {name: tensor.to(target, wanted) for name, tensor in weights.items()}
     load_weights(model, tensors, source=folder, assign=True)
     tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
@@ -86,41 +120,143 @@ def save_model(
         facts: rows for the model card.
 
     Raises:
-        ConfigError: ``path`` is a file, or a folder with something else in it.
+        ConfigError: ``path`` is a file, or a folder with something else in it; or the model has an adapter.
         StorageError: it could not be written; what was there is untouched.
+    """
+    if lora_of(model) is not None:
+        raise ConfigError(
+            "the model has an adapter, which a model folder has no place for; write the adapter alone with save_adapter, or "
+            "merge(model) and remove_lora(model) first (pellucid.model.lora)"
+        )
+    shapes, weights = weight_shapes(model), weights_of(model)
+    contents = model_files(model.config, shapes, tokenizer, facts)
+    write_model(path, contents, shapes, ((name, weights[name]) for name in shapes))
+
+
+def write_model(
+    path: str | Path, contents: Mapping[str, bytes], shapes: Shapes, weights: Iterable[tuple[str, Tensor | None]]
+) -> None:
+    """`save_model` for weights that come one at a time, as `files.stream_tensors` has them.
+
+    Args:
+        contents: every other file, by name.
     """
     final = Path(path)
     if final.exists() and not (final.is_dir() and ((final / "config.json").is_file() or not any(final.iterdir()))):
         raise ConfigError(f"{final} exists and is no model folder; give another path or remove it")
-    final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = final.with_name(f"{final.name}.tmp-{os.getpid()}")
-    if temporary.exists():
-        files.remove(temporary)
-    temporary.mkdir()
-    try:
-        for name, data in model_files(model, tokenizer, facts).items():
-            files.write_bytes(temporary / name, data)
-        files.write_tensors(temporary / WEIGHTS, weights_of(model))
-        files.publish(temporary, final)
-    finally:
-        if temporary.exists():
-            files.remove(temporary)
+    files.write_folder(final, contents, WEIGHTS, shapes, weights)
 
 
-def weights_of(model: Transformer) -> dict[str, Tensor]:
+class SavedModel(NamedTuple):
+    """A model on disk that is whole, as far as headers tell; no weight is in memory. An adapter is merged as it is read."""
+
+    folder: Path
+    config: ModelConfig
+    weights: SavedFiles
+    shapes: Shapes
+    """Of the model's parameters, with the types they are saved in."""
+    tokenizer: Tokenizer | None
+    facts: dict[str, Any]
+    """Rows for the model card."""
+
+
+def open_model(source: str | Path) -> SavedModel:
+    """The model of a checkpoint, a run or a model folder, to be read tensor by tensor.
+
+    Raises:
+        CheckpointError: it is missing, damaged or of another shape; names the first bad file or tensor.
+    """
+    folder, facts = find_model(source), {}
+    if (folder / MANIFEST).is_file():
+        state = verify(folder, hashes=[WEIGHTS, "config.json", "tokenizer.json", ADAPTER_CONFIG])
+        facts = {"optimizer steps": f"{state['step']:,}"}
+    home = find_model(find_base(open_adapter(folder))) if is_adapter(folder) else folder
+    if home != folder and holds_adapter(home):
+        raise ConfigError(f"{folder} is an adapter of {home}, which has an adapter itself; export that one first")
+    config, saved = read_config(home), open_weights(home)
+    if holds_adapter(folder):
+        adapter = open_adapter(folder) if home != folder else open_adapter(folder, saved)
+        saved = MergedFiles(weight_files(home), adapter)
+    bare = weight_shapes(Transformer(config, device="meta"))
+    check_weights(saved, {name: shape for name, (shape, _) in bare.items()}, ignore=_tied_copy(saved, bare, home))
+    shapes = {name: (shape, saved.dtype(name)) for name, (shape, _) in bare.items()}
+    tokenizer = Tokenizer.load(home) if (home / "tokenizer.json").is_file() else None
+    return SavedModel(folder, config, saved, shapes, tokenizer, facts)
+
+
+def export_model(source: str | Path, out: str | Path, *, dtype: str = "auto") -> Path:
+    """Write the model of a checkpoint, a run or a model folder as a model folder of its own, one tensor at a time.
+
+    An adapter, on its own or in a checkpoint, is merged into its base.
+
+    Args:
+        dtype: of the weights, as `load_model` has it.
+
+    Returns:
+        The folder that was read.
+
+    Raises:
+        CheckpointError: the model is missing, damaged or of another shape; names the first bad file or tensor.
+        ConfigError: ``out`` is a file or a folder with something else in it, or an unknown dtype.
+        StorageError: it could not be written; what was there is untouched.
+    """
+    wanted, found = dtype_of(dtype), open_model(source)
+    folder, saved = found.folder, found.weights
+    if Path(out).resolve() == folder.resolve():
+        raise ConfigError(f"{out} is what is read; give another --out")
+    types = {name: (shape, wanted or saved_as) for name, (shape, saved_as) in found.shapes.items()}
+    shapes = dict(sorted(types.items(), key=lambda item: -item[1][1].itemsize))
+    contents = model_files(found.config, shapes, found.tokenizer, found.facts)
+    if (folder / "README.md").is_file() and not is_adapter(folder):
+        contents["README.md"] = (folder / "README.md").read_bytes()
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for name, (shape, dtype) in shapes.items():
+            yield name, read_as(saved, name, dtype).view(shape)
+
+    write_model(out, contents, shapes, weights())
+    return folder
+
+
+def export_adapter(source: str | Path, out: str | Path) -> Path:
+    """Write the adapter of a checkpoint, or of a run's newest one, as a folder of its own that PEFT opens.
+
+    Returns:
+        The folder that was read.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        ConfigError: ``out`` is something else than an adapter.
+        StorageError: it could not be written; what was there is untouched.
+    """
+    folder = newest_complete(Path(source) / "checkpoints") or find_model(source)
+    if not holds_adapter(folder):
+        raise CheckpointError(f"{folder} has no adapter; give an adapter, or a checkpoint of a run with a table [lora]")
+    if (folder / MANIFEST).is_file():
+        verify(folder, hashes=[WEIGHTS, ADAPTER_CONFIG])
+    adapter = open_adapter(folder, None if is_adapter(folder) else open_weights(folder))
+    if Path(out).resolve() == folder.resolve():
+        raise ConfigError(f"{out} is what is read; give another --out")
+    tensors = {name: adapter.read(name) for layer in adapter.config.targets for name in (layer + A, layer + B)}
+    write_adapter(out, adapter.config, tensors, base=adapter.base)
+    return folder
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """The parameters by their bare names; tied ones once."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def model_files(
-    model: Transformer, tokenizer: Tokenizer | None, facts: dict[str, Any] | None = None
+    config: ModelConfig, shapes: Shapes, tokenizer: Tokenizer | None, facts: dict[str, Any] | None = None
 ) -> dict[str, bytes]:
     """Every file of a model folder but the weights.
 
     Args:
+        shapes: of the weights, as `weight_shapes` gives them.
         facts: rows for the model card.
     """
-    dtype = next(model.parameters()).dtype
+    dtype = next(iter(shapes.values()))[1]
     ids: dict[str, Any] = {}
     contents: dict[str, bytes] = {}
     if tokenizer is not None:
@@ -128,9 +264,9 @@ def model_files(
         stop = list(tokenizer.stop_ids)
         generation = ids | {"eos_token_id": stop if len(stop) > 1 else tokenizer.eos_id}
         contents["generation_config.json"] = _json(generation)
-        contents |= tokenizer.files(model_max_length=model.config.max_position_embeddings)
-    contents["config.json"] = _json(to_hf_config(model.config, dtype=str(dtype).removeprefix("torch."), **ids))
-    contents["README.md"] = _card(model, facts or {}).encode()
+        contents |= tokenizer.files(model_max_length=config.max_position_embeddings)
+    contents["config.json"] = _json(to_hf_config(config, dtype=str(dtype).removeprefix("torch."), **ids))
+    contents["README.md"] = _card(config, shapes, facts or {}).encode()
     return contents
 
 
@@ -140,6 +276,11 @@ def read_config(folder: Path) -> ModelConfig:
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if is_adapter(folder):
+            raise CheckpointError(
+                f"{folder} is an adapter, not a model; merge it into its base with "
+                f"`pellucid export {folder} --out MODEL` and take that"
+            ) from None
         raise CheckpointError(f"{path} is missing; this is no model folder") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
@@ -150,19 +291,8 @@ def read_config(folder: Path) -> ModelConfig:
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder's ``model.safetensors``, or of the files that its index lists."""
-    index = folder / SHARD_INDEX
-    if (folder / WEIGHTS).is_file():
-        names = [WEIGHTS]
-    elif index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{index} cannot be read: {error!r}") from error
-    else:
-        raise CheckpointError(f"{folder} has a config.json but no {WEIGHTS}; the model has no weights")
     tensors: dict[str, Tensor] = {}
-    for name in names:
-        file = folder / name
+    for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt") as opened:
                 for key in opened.keys():  # noqa: SIM118 - not a mapping
@@ -174,7 +304,51 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def load_weights(model: Transformer, tensors: dict[str, Tensor], *, source: Path, assign: bool = False) -> None:
+def open_weights(folder: Path) -> SavedFiles:
+    """The weights in a folder, of which nothing is read until it is asked for.
+
+    Raises:
+        CheckpointError: a file is missing or damaged; names it.
+    """
+    return SavedFiles(weight_files(folder))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a folder's weights: ``model.safetensors``, or those that its index lists."""
+    index = folder / SHARD_INDEX
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not index.is_file():
+        raise CheckpointError(f"{folder} has a config.json but no {WEIGHTS}; the model has no weights")
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index} cannot be read: {error!r}") from error
+    return [folder / name for name in sorted(names)]
+
+
+def read_as(saved: SavedFiles, name: str, dtype: torch.dtype) -> Tensor:
+    """A flat tensor in another type, converted in pieces so that it is never in memory in both."""
+    if saved.dtype(name) == dtype:
+        return saved.read(name)
+    flat = torch.empty(torch.Size(saved.shape(name)).numel(), dtype=dtype)
+    for start in range(0, len(flat), CONVERTED):
+        stop = min(start + CONVERTED, len(flat))
+        flat[start:stop] = saved.read(name, start, stop)
+    return flat
+
+
+def _tied_copy(saved: SavedFiles, shapes: Shapes, folder: Path) -> list[str]:
+    """The stored copy of a tied head, which must equal the embedding; foreign folders may have one."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if head in shapes or head not in saved.keys() or embedding not in saved.keys():  # noqa: SIM118 - no mapping
+        return []
+    if not torch.equal(saved.read(head), saved.read(embedding)):
+        raise CheckpointError(f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from the embedding")
+    return [head]
+
+
+def load_weights(model: nn.Module, tensors: dict[str, Tensor], *, source: Path, assign: bool = False) -> None:
     """Put ``tensors`` into ``model``, strictly, by name; a stored copy of a tied head must equal the embedding.
 
     Raises:
@@ -202,10 +376,9 @@ def load_weights(model: Transformer, tensors: dict[str, Tensor], *, source: Path
     model.load_state_dict(tensors, strict=False, assign=assign)
 
 
-def _card(model: Transformer, facts: dict[str, Any]) -> str:
-    c = model.config
+def _card(c: ModelConfig, shapes: Shapes, facts: dict[str, Any]) -> str:
     rows = {
-        "parameters": f"{model.num_parameters():,}",
+        "parameters": f"{sum(torch.Size(shape).numel() for shape, _ in shapes.values()):,}",
         "layers × hidden": f"{c.num_hidden_layers} × {c.hidden_size}",
         "heads (query / key-value)": f"{c.num_attention_heads} / {c.num_key_value_heads}",
         "vocabulary": f"{c.vocab_size:,}",
@@ -220,7 +393,8 @@ def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _dtype(name: str) -> torch.dtype | None:
+def dtype_of(name: str) -> torch.dtype | None:
+    """A dtype by name, None for "auto"; ConfigError for one that weights cannot have."""
     known = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name not in known:
         raise ConfigError(f"dtype {name!r} is unknown; known: {', '.join(known)}")

@@ -1,15 +1,17 @@
 """Checkpoints: one folder a step, complete or not there.
 
-A checkpoint is a model folder plus ``optimizer.safetensors``, ``rng.safetensors``, ``state.json``, ``extra/`` and
-``manifest.json``, which is written last and holds the size and hash of every other file. A checkpoint is complete
-if its manifest is there and the sizes match; the hashes are checked when it is loaded.
+A checkpoint is a model folder plus the optimizer's state (``optimizer.safetensors``, or a part from each rank),
+``rng.safetensors``, ``state.json``, ``extra/`` and ``manifest.json``, which is written last and holds the size and hash of
+every other file. A checkpoint is complete if its manifest is there and the sizes match; the hashes are checked when it is
+loaded.
 """
 
 import json
 import os
 import sys
-import threading
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +20,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pellucid.checkpoint import files
-from pellucid.errors import CheckpointError, PellucidError
+from pellucid.checkpoint.files import Written
+from pellucid.checkpoint.reshard import SavedFiles, open_optimizer
+from pellucid.errors import CheckpointError, PellucidError, StorageError
 
 FORMAT = "pellucid-checkpoint"
 FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
+MANIFEST, STATE, RNG, WEIGHTS, EXTRA = "manifest.json", "state.json", "rng.safetensors", "model.safetensors", "extra"
 
-Tensors = dict[str, Tensor]
-
-
-@dataclass(slots=True)
-class Snapshot:
-    """The state after a finished step, by copy: nothing in it changes while it is written."""
-
-    step: int
-    model: Tensors
-    optimizer: Tensors
-    """``"<parameter name>/exp_avg"`` and so on."""
-    rng: Tensors
-    state: dict[str, Any]
-    model_files: dict[str, bytes] = field(default_factory=dict)
-    """config.json, the tokenizer and the model card, by file name."""
-    extra: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """State of callbacks by name: JSON values, or tensors only."""
+Write = Callable[[Path], Written]
+"""Creates a file of a checkpoint."""
 
 
 class CheckpointStore:
-    """The ``checkpoints/`` folder of a run. One process writes it; leftovers of killed ones are removed on opening.
+    """The ``checkpoints/`` folder of a run. One process owns it; leftovers of killed ones are removed on opening.
+
+    A save is `begin`, then `write_files` by every rank that has something to write, then `publish` or `discard`.
 
     Args:
         keep_last: newest checkpoints to keep; 0 keeps all.
@@ -55,54 +46,45 @@ class CheckpointStore:
         self.root, self.keep_last, self.keep_every = root, keep_last, keep_every
         self.published: list[Path] = []
         """Checkpoints that are complete on disk and that nobody has taken off this list yet."""
-        self._thread: threading.Thread | None = None
-        self._error: PellucidError | None = None
         root.mkdir(parents=True, exist_ok=True)
         for leftover in root.glob("*.tmp-*"):
             files.remove(leftover)
 
-    def save(self, snapshot: Snapshot, *, background: bool = False) -> None:
-        """Write and publish ``snapshot``, then drop what `keep_last` no longer keeps.
+    def begin(self, step: int) -> Path:
+        """A new folder for the files of a step's checkpoint, which nobody takes for one yet."""
+        folder = self.root / f"step_{step:08d}.tmp-{os.getpid()}"
+        if folder.exists():
+            files.remove(folder)
+        files.make_folder(folder)
+        return folder
 
-        In the background it returns at once, and an error is raised by the next `save` or `wait`.
+    def publish(self, folder: Path, step: int, listed: Mapping[str, Written]) -> Path:
+        """Make a folder the checkpoint of ``step``, and drop what `keep_last` no longer keeps.
+
+        Args:
+            listed: every file in it, by its name relative to the folder.
 
         Raises:
-            StorageError: it could not be written; earlier checkpoints are untouched.
+            StorageError: it could not be done; the folder is removed and earlier checkpoints are untouched.
         """
-        self.wait()
-        if not background:
-            self._write(snapshot)
-            return
-        self._thread = threading.Thread(target=self._write_in_background, args=(snapshot,), name="checkpoint")
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Until a background save is on disk; raises its error."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def _write_in_background(self, snapshot: Snapshot) -> None:
+        final = self.root / f"step_{step:08d}"
+        table = {name: {"bytes": listed[name].bytes, "sha256": listed[name].sha256} for name in sorted(listed)}
+        manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "step": step, "files": table}
         try:
-            self._write(snapshot)
-        except PellucidError as error:
-            self._error = error
-
-    def _write(self, snapshot: Snapshot) -> None:
-        final = self.root / f"step_{snapshot.step:08d}"
-        temporary = self.root / f"{final.name}.tmp-{os.getpid()}"
-        try:
-            write_checkpoint(temporary, snapshot)
-            files.publish(temporary, final)
+            files.write_json(folder / MANIFEST, manifest)
+            files.publish(folder, final)
         except PellucidError:
-            if temporary.exists():
-                files.remove(temporary)
+            self.discard(folder)
             raise
         self._rotate()
         self.published.append(final)
+        return final
+
+    def discard(self, folder: Path) -> None:
+        """Remove what will not become a checkpoint; if even that fails, the next opening does it."""
+        with suppress(StorageError):
+            if folder.exists():
+                files.remove(folder)
 
     def _rotate(self) -> None:
         complete = [path for path in checkpoints(self.root) if is_complete(path)]
@@ -112,29 +94,42 @@ class CheckpointStore:
                 files.remove(path)
 
 
-def write_checkpoint(folder: Path, snapshot: Snapshot) -> None:
-    """All files of a checkpoint into a new folder, the manifest last."""
-    files.make_folder(folder)
-    for name, data in snapshot.model_files.items():
-        files.write_bytes(folder / name, data)
-    files.write_tensors(folder / "model.safetensors", snapshot.model)
-    files.write_tensors(folder / "optimizer.safetensors", snapshot.optimizer)
-    files.write_tensors(folder / "rng.safetensors", snapshot.rng)
-    files.write_json(folder / "state.json", snapshot.state)
-    if snapshot.extra:
-        files.make_folder(folder / "extra")
-    for name, value in snapshot.extra.items():
+def write_files(folder: Path, writes: Mapping[str, Write]) -> dict[str, Written]:
+    """Write files of a checkpoint, each by its name relative to the folder.
+
+    Raises:
+        StorageError: one could not be written.
+    """
+    written: dict[str, Written] = {}
+    inner = {(folder / name).parent for name in writes} - {folder}
+    for parent in inner:
+        files.make_folder(parent)
+    for name, write in writes.items():
+        written[name] = write(folder / name)
+    for parent in inner:
+        files.sync(parent)
+    return written
+
+
+def extra_files(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Write]:
+    """The files of callbacks' states by name: JSON values, or tensors only; of what they are now, by copy."""
+    writes: dict[str, Write] = {}
+    for name, value in states.items():
         if value and all(isinstance(v, Tensor) for v in value.values()):
-            files.write_tensors(folder / "extra" / f"{name}.safetensors", value)
+            copies = {key: tensor.detach().to("cpu", copy=True) for key, tensor in value.items()}
+            writes[f"{EXTRA}/{name}.safetensors"] = _writing_tensors(copies)
         else:
-            files.write_json(folder / "extra" / f"{name}.json", value)
-    listed = {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-    manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "step": snapshot.step, "files": listed}
-    files.write_json(folder / MANIFEST, manifest)
+            writes[f"{EXTRA}/{name}.json"] = writing_bytes((json.dumps(value, indent=2) + "\n").encode())
+    return writes
+
+
+def writing_bytes(data: bytes) -> Write:
+    """Creates a file with ``data``."""
+    return lambda path: files.write_bytes(path, data)
+
+
+def _writing_tensors(tensors: Mapping[str, Tensor]) -> Write:
+    return lambda path: files.write_tensors(path, tensors)
 
 
 def checkpoints(root: Path) -> list[Path]:
@@ -162,8 +157,11 @@ def newest_complete(root: Path) -> Path | None:
     return next((path for path in reversed(checkpoints(root)) if is_complete(path)), None)
 
 
-def verify(path: Path, *, hashes: bool = True) -> dict[str, Any]:
+def verify(path: Path, *, hashes: bool | Collection[str] = True) -> dict[str, Any]:
     """Check a checkpoint against its manifest, which is returned.
+
+    Args:
+        hashes: whether to read every file, or the names of those to read; sizes are compared always.
 
     Raises:
         CheckpointError: it is incomplete or damaged; names the first bad file.
@@ -185,34 +183,62 @@ def verify(path: Path, *, hashes: bool = True) -> dict[str, Any]:
             raise CheckpointError(
                 f"{file} has {size:,} bytes, its manifest says {expected['bytes']:,}; the file is damaged"
             )
-        if hashes and files.sha256(file) != expected["sha256"]:
+        wanted = hashes if isinstance(hashes, bool) else name in hashes
+        if wanted and files.sha256(file) != expected["sha256"]:
             raise CheckpointError(f"{file} does not have the hash that its manifest says; the file is damaged")
     return manifest
 
 
-def load_checkpoint(path: Path) -> Snapshot:
-    """A checkpoint, verified. ``model_files`` are not read.
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An open checkpoint: tensors stay on disk until they are read."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    """What state.json holds."""
+    model: SavedFiles
+    optimizer: SavedFiles
+    """``"<parameter name>/exp_avg"`` and so on."""
+    rng: SavedFiles
+    """As `gather_rng` names them."""
+    extra: dict[str, dict[str, Any]]
+    """State of callbacks by name."""
+
+
+def open_checkpoint(path: Path, *, hashes: bool = True) -> Checkpoint:
+    """A checkpoint, verified.
+
+    Args:
+        hashes: False where somebody has compared them already.
 
     Raises:
         CheckpointError: it is incomplete, damaged or of a newer format; names the first bad file.
     """
-    manifest = verify(path)
+    manifest = verify(path, hashes=hashes)
+    state = read_state(path)
     extra = {
         file.stem: _read_json(file) if file.suffix == ".json" else _read_tensors(file)
-        for file in sorted((path / "extra").glob("*"))
+        for file in sorted((path / EXTRA).glob("*"))
     }
-    return Snapshot(
+    return Checkpoint(
+        path=path,
         step=manifest["step"],
-        model=_read_tensors(path / "model.safetensors"),
-        optimizer=_read_tensors(path / "optimizer.safetensors"),
-        rng=_read_tensors(path / "rng.safetensors"),
-        state=_read_json(path / "state.json"),
+        state=state,
+        model=SavedFiles([path / WEIGHTS]),
+        optimizer=open_optimizer(path, state.get("without_state", ())),
+        rng=SavedFiles([path / RNG]),
         extra=extra,
     )
 
 
-def load_newest(root: Path) -> Snapshot | None:
-    """The newest checkpoint that is complete and undamaged, or None where there is none at all.
+def read_state(path: Path) -> dict[str, Any]:
+    """A checkpoint's state.json."""
+    return _read_json(path / STATE)
+
+
+def newest_undamaged(root: Path) -> Path | None:
+    """The newest checkpoint that is complete and undamaged, by its hashes, or None where there is none at all.
 
     A damaged one is named on stderr and the one before it is taken.
 
@@ -222,13 +248,28 @@ def load_newest(root: Path) -> Snapshot | None:
     first_error: CheckpointError | None = None
     for path in reversed(checkpoints(root)):
         try:
-            return load_checkpoint(path)
+            return open_checkpoint(path).path
         except CheckpointError as error:
             first_error = first_error or error
             print(f"pellucid: skipping checkpoint {path.name}: {error}", file=sys.stderr)
     if first_error is not None and any((path / MANIFEST).exists() for path in checkpoints(root)):
         raise CheckpointError(f"no checkpoint under {root} can be read; the newest: {first_error}")
     return None
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The checkpoint that ``path`` means: itself, or the newest complete one of a run.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = Path(path)
+    if (folder / MANIFEST).is_file():
+        return folder
+    newest = newest_complete(folder / "checkpoints")
+    if newest is None:
+        raise CheckpointError(f"{folder} is no checkpoint and no run with a complete one; give either")
+    return newest
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -243,7 +284,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _read_tensors(path: Path) -> Tensors:
+def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:

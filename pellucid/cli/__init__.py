@@ -10,7 +10,10 @@ from pellucid.cli.settings import split_settings
 from pellucid.errors import PellucidError
 from pellucid.version import __version__
 
-COMMANDS = ("prepare", "train", "evaluate", "generate", "chat", "inspect", "config", "doctor", "demo", "plan", "trace")
+COMMANDS = (
+    "prepare", "train", "evaluate", "generate", "embed", "chat", "inspect", "import_", "export", "config", "doctor", "demo",
+    "plan", "trace", "verify", "drill",
+)  # fmt: skip
 """Modules of this package; each has ``add_parser`` and sets ``run`` to a function from the arguments to an exit code."""
 
 

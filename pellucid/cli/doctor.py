@@ -15,7 +15,7 @@ from pellucid.cli.output import notice, print_json
 from pellucid.version import __version__
 
 EXTRAS = {
-    "formats": ("h5py", "pyarrow", "zstandard"),
+    "formats": ("h5py", "pyarrow", "zstandard", "gguf"),
     "test": ("pytest", "hypothesis", "transformers"),
     "check": ("ruff", "mypy"),
 }

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "inspect",
         help="say what a folder is and whether it is whole",
-        description="Recognise prepared data, a model, a checkpoint or a run, print what is in it, and read every file: "
+        description="Recognise prepared data, a model, a checkpoint, a run or a GGUF file, print what is in it, and read every file: "
         "sizes, hashes, tensors. Exit code 2 names the first damaged file.",
     )
     parser.add_argument("path", metavar="PATH")
@@ -41,17 +42,21 @@ def recognise(path: Path) -> tuple[str, Callable[[Path], Facts]]:
     """What a folder is, by the file that only such a folder has; `CheckpointError` for anything else."""
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder")
+    if path.is_file() and path.suffix == ".gguf":
+        return "gguf", gguf_facts
     if (path / "index.json").is_file():
         return "data", data_facts
-    if (path / "manifest.json").is_file() or (path / "optimizer.safetensors").is_file():
+    if (path / "manifest.json").is_file() or any(path.glob("optimizer*.safetensors")):
         return "checkpoint", checkpoint_facts
     if (path / "config.toml").is_file():
         return "run", run_facts
+    if (path / "adapter_model.safetensors").is_file():
+        return "adapter", adapter_facts
     if (path / "config.json").is_file():
         return "model", model_facts
     raise CheckpointError(
-        f"{path} is nothing that Pellucid knows: no index.json (data), manifest.json (checkpoint), config.toml (run) "
-        "or config.json (model) in it"
+        f"{path} is nothing that Pellucid knows: no index.json (data), manifest.json (checkpoint), config.toml (run), "
+        "config.json (model) or adapter_model.safetensors (adapter) in it"
     )
 
 
@@ -77,8 +82,11 @@ def data_facts(path: Path) -> Facts:
 
 def model_facts(path: Path) -> Facts:
     """A model, loaded as it would be to run it: every tensor present, of the right shape, and finite."""
+    from pellucid.checkpoint.encoder_folder import is_encoder
     from pellucid.checkpoint.model_folder import load_model
 
+    if (path / "config.json").is_file() and is_encoder(path):  # an adapter has none
+        return encoder_facts(path)
     loaded = load_model(path, device="cpu")
     model, tokenizer = loaded.model, loaded.tokenizer
     dtypes: Facts = {}
@@ -104,16 +112,72 @@ def model_facts(path: Path) -> Facts:
     return facts | {"verified": "names and shapes of all tensors, finite values"}
 
 
+def adapter_facts(path: Path) -> Facts:
+    """An adapter, loaded on its base as it would be to run it."""
+    from pellucid.checkpoint.adapter import open_adapter
+
+    adapter = open_adapter(path)
+    lora = {"r": adapter.config.r, "alpha": adapter.config.alpha, "use_rslora": adapter.config.use_rslora}
+    facts: Facts = {"adapter": lora | {"layers": len(adapter.config.targets), "base": adapter.base}}
+    return facts | model_facts(path)
+
+
+def encoder_facts(path: Path) -> Facts:
+    """`model_facts` of an encoder."""
+    from pellucid.checkpoint.encoder_folder import load_encoder
+
+    encoder, tokenizer, _ = load_encoder(path, device="cpu")
+    for name, parameter in encoder.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise CheckpointError(f"{path}: {name} holds values that are not finite; the weights are damaged")
+    facts: Facts = {
+        "encoder": type(encoder).__name__,
+        "parameters": sum(p.numel() for p in encoder.parameters()),
+        "tensors": sum(1 for _ in encoder.parameters()),
+        "vectors": {"width": encoder.width, "pooling": encoder.embed.pooling, "normalize": encoder.embed.normalize},
+        "max_tokens": encoder.max_tokens,
+        "config": set_values(encoder.config),
+        "tokenizer": "none" if tokenizer is None else f"{tokenizer.vocab_size:,} ids, sha256 {tokenizer.sha256}",
+    }
+    return facts | {"verified": "names and shapes of all tensors, finite values"}
+
+
 def checkpoint_facts(path: Path) -> Facts:
     """A checkpoint: every file against the manifest, then the model in it."""
     from pellucid.checkpoint import store
 
-    manifest = store.verify(path)
-    state = json.loads((path / "state.json").read_text(encoding="utf-8")) if (path / "state.json").is_file() else {}
+    manifest, opened = store.verify(path), store.open_checkpoint(path, hashes=False)
+    state = opened.state
     known = {key: state[key] for key in ("epoch", "tokens_seen", "world_size", "mode", "code_version") if key in state}
+    parts = sum(name.startswith("optimizer") for name in manifest["files"])
     size = sum(file["bytes"] for file in manifest["files"].values())
-    facts = {"step": manifest["step"], "files": len(manifest["files"]), "bytes": size} | known | model_facts(path)
-    return facts | {"verified": "sizes and hashes of all files, " + facts["verified"]}
+    facts: Facts = {"step": manifest["step"], "files": len(manifest["files"]), "bytes": size, "optimizer_files": parts}
+    facts |= {"optimizer_tensors": len(opened.optimizer.keys())} | known | model_facts(path)
+    return facts | {
+        "verified": "sizes and hashes of all files, every tensor of the optimizer once, " + facts["verified"]
+    }
+
+
+def gguf_facts(path: Path) -> Facts:
+    """A GGUF file, of any architecture: its header, checked against the size of the file."""
+    from collections import Counter
+
+    from pellucid.checkpoint.gguf_file import open_gguf
+
+    file = open_gguf(path)
+    elements: Counter[str] = Counter()
+    for tensor in file.tensors.values():
+        elements[tensor.type] += math.prod(tensor.shape)
+    short = {key: value for key, value in file.metadata.items() if len(str(value)) <= 80}
+    return {
+        "version": file.version,
+        "tensors": len(file.tensors),
+        "parameters": sum(elements.values()),
+        "parameters_by_type": dict(elements),
+        "metadata": short,
+        "long_metadata": sorted(file.metadata.keys() - short.keys()),
+        "verified": "keys, names and places of all tensors within the file",
+    }
 
 
 def run_facts(path: Path) -> Facts:

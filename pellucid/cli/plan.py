@@ -95,10 +95,12 @@ def micro_batches(config: RunConfig, world_size: int) -> int:
 def plan_facts(config: RunConfig, world_size: int, links: Sequence[str]) -> dict[str, Any]:
     """What ``--json`` prints: bytes and seconds of rank 0, by mode.
 
-    Mode none is there for one rank only, where it is all that the others amount to.
+    Mode none is there for one rank only, where it is all that the others amount to; modes whose sums cannot be ordered are
+    not there if they should be.
     """
     accumulation = micro_batches(config, world_size)
     speeds = {link: _link(link) for link in links}
+    from pellucid.parallel.ordered import ORDERED_MODES
     from pellucid.parallel.plan import modes
     from pellucid.train.activations import peak_activation_bytes
     from pellucid.train.estimate import planned_parameters
@@ -110,11 +112,14 @@ def plan_facts(config: RunConfig, world_size: int, links: Sequence[str]) -> dict
     for mode in modes():
         if mode == "none" and world_size > 1:
             continue
+        if config.parallel.reduction == "ordered" and mode not in ORDERED_MODES:
+            continue
         planned = plan_mode(config, parameters, mode, world_size=world_size, micro_batches=accumulation)
         facts[mode] = {
             "weights_bytes": planned.weights_bytes,
             "gradients_bytes": planned.gradients_bytes,
             "optimizer_bytes": planned.optimizer_bytes,
+            "scratch_bytes": planned.scratch_bytes,
             "activations_bytes_estimate": activations,
             "step": [asdict(row) for row in planned.step],
             "wire_bytes": planned.wire_bytes,
@@ -160,12 +165,11 @@ def print_plan(config: RunConfig, facts: dict[str, Any]) -> None:
     )
     memory = []
     for mode, held in modes.items():
-        sizes = [held[f"{part}_bytes"] for part in ("weights", "gradients", "optimizer")]
+        sizes = [held[f"{part}_bytes"] for part in ("weights", "gradients", "optimizer", "scratch")]
         sizes.append(held["activations_bytes_estimate"])
         memory.append([mode, *(f"{size / GIB:,.2f}" for size in (*sizes, sum(sizes)))])
-    _table(
-        "GiB a rank holds at its peak", ["mode", "weights", "gradients", "optimizer", "activations", "total"], memory
-    )
+    heads = ["mode", "weights", "gradients", "optimizer", "scratch", "activations", "total"]
+    _table("GiB a rank holds at its peak; scratch is what is gathered or on its way", heads, memory)
     links = list(next(iter(modes.values()))["seconds_at"])
     traffic = [
         [mode, f"{held['wire_bytes'] / MB:,.2f}", f"{held['padding_bytes'] / MB:,.2f}"]

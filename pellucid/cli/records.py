@@ -114,9 +114,7 @@ class OutFile:
                 record = json.loads(line)
                 key = record["id"], record.get("sample", 0)
             except (ValueError, KeyError, AttributeError, TypeError):
-                raise RequestError(
-                    f"{self.path}:{number}: not a result of `pellucid generate`; give another --out"
-                ) from None
+                raise RequestError(f"{self.path}:{number}: not a result of this command; give another --out") from None
             if key not in self._rank:
                 raise RequestError(
                     f"{self.path}:{number}: id {key[0]!r} (sample {key[1]}) is not asked for; give another --out or remove it"

@@ -125,8 +125,8 @@ def _encode_one(tokenizer: "Tokenizer", document: Document) -> list[int]:
 
 
 def framed(tokenizer: "Tokenizer", ids: list[int]) -> list[int]:
-    """``ids`` with the tokenizer's bos before and eos behind; neither is doubled where it is there already."""
-    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    """``ids`` with the tokenizer's prefix_id before and eos behind; neither is doubled where it is there already."""
+    bos, eos = tokenizer.prefix_id, tokenizer.eos_id
     front = [bos] if bos is not None and ids[:1] != [bos] else []
     back = [eos] if eos is not None and ids[-1:] != [eos] else []
     return [*front, *ids, *back]

@@ -66,7 +66,7 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns x ``[..., heads, d]`` by cos and sin ``[..., d / 2]``, computed in float32, in x's dtype."""
+    """Turns x ``[..., heads, d]`` by cos and sin ``[..., d / 2]``, computed in float32 at least, in x's dtype."""
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     if torch.compiler.is_compiling():
         return _turn(x, cos, sin)
@@ -75,7 +75,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
+    first, second = (x if x.dtype == torch.float64 else x.float()).chunk(2, dim=-1)
     halves = [torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)]
     return torch.cat(halves, dim=-1).to(x.dtype)
 

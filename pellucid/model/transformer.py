@@ -4,7 +4,7 @@ Parameter names are those of Hugging Face's Llama and Qwen3. Shapes: ``[B, T]`` 
 several sequences packed; D model width, V vocabulary.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +52,9 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, device: torch.device | str | None = None) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device=device)
+        # nn.Embedding would draw values first; on "meta" that alone makes torch load sympy, 80 MB
+        table = torch.empty(config.vocab_size, config.hidden_size, device=device)
+        self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleList(Block(config, i, device) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
         self.rotary = Rotary(config)
@@ -200,16 +202,17 @@ class Transformer(nn.Module):
 
 
 @torch.no_grad()
-def init_weights(model: Transformer, generator: torch.Generator | None = None) -> None:
-    """Draws every weight anew, in the order of ``named_parameters``.
+def init_weights(model: nn.Module, generator: torch.Generator | None = None) -> None:
+    """Draws every weight of a `Transformer` or an `Encoder` anew, in the order of ``named_parameters``.
 
     Matrices are normal with ``initializer_range``, those that write into the residual stream (``o_proj``,
     ``down_proj``) divided by sqrt(2 * layers), the embedding with ``embedding_range`` where that is set; norms are 1,
     biases 0. A tied head leaves the embedding as drawn.
     """
-    std = model.config.initializer_range
-    embedding_std = std if model.config.embedding_range is None else model.config.embedding_range
-    residual_std = std / (2 * model.config.num_hidden_layers) ** 0.5
+    config = cast(ModelConfig, model.config)
+    std = config.initializer_range
+    embedding_std = std if config.embedding_range is None else config.embedding_range
+    residual_std = std / (2 * config.num_hidden_layers) ** 0.5
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.zero_()

@@ -116,7 +116,7 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
     """The nearest matrices, roughly, whose singular values are all about 1, in ``[0.7, 1.2]``.
 
     Args:
-        matrices: ``[N, R, C]``, float32; each is scaled to unit Frobenius norm first and worked on as a wide one.
+        matrices: ``[N, R, C]``, float32 or wider; each is scaled to unit Frobenius norm first and worked on as a wide one.
 
     Source:
         Newton-Schulz iteration of Jordan et al. 2024; Bernstein & Newhouse 2024, arXiv:2409.20325.
@@ -136,10 +136,10 @@ def build_muon(model: nn.Module, lr: float, options: MuonOptions) -> Muon:
     """Muon over ``model``'s hidden matrices at ``lr``, AdamW over its embeddings, head, norms and biases.
 
     Raises:
-        ConfigError: a parameter is not float32.
+        ConfigError: a parameter is of a narrower type than float32.
     """
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype != torch.float32:
+        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
             raise ConfigError(f"muon: {name} is {parameter.dtype}; keep the model in float32 and set train.dtype")
     matrices, *rest = parameter_groups(model, weight_decay=options.weight_decay)
     hidden = [(name, p) for name, p in matrices["params"] if name != "lm_head.weight"]

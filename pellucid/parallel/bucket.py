@@ -22,6 +22,12 @@ class Bucket:
         self.ready = [False] * len(self.parameters)
         self.pending: Pending | None = None
 
+    keeps_gradients = True
+    """Whether ``.grad`` of its parameters are views of the buffer, where the types are equal."""
+
+    def open(self) -> None:
+        """The buffer is about to be filled."""
+
 
 class Reducer:
     """Starts a bucket's reduction in backward as soon as its last gradient is there, buckets strictly in order.
@@ -36,6 +42,9 @@ class Reducer:
 
     def __init__(self, buckets: list[Bucket], launch: Callable[[Bucket], Pending]) -> None:
         self.buckets, self.launch = buckets, launch
+        self.in_backward = True
+        """Whether buckets leave as soon as they are full. Where other collectives are issued in backward it must be False: a rank
+        may learn only after backward that a gradient does not come, and the order must be the same on all."""
         self.synchronizing = True
         """Whether the backward under way is the last of its accumulation window."""
         self.expected = False
@@ -70,8 +79,10 @@ class Reducer:
                         f"a backward added to the gradient of {info.name} while it is on the wire; "
                         "call finish_gradient_sync() first"
                     )
+                if parameter.grad is None:  # a `MicroBatchTree` keeps it
+                    return
                 if view.dtype == parameter.dtype:  # accumulate in the bucket, so that gradients are held once
-                    self._fill(parameter, view)
+                    self._fill(bucket, i)
                 return
             if not self.expected:
                 raise TrainingError(
@@ -84,20 +95,23 @@ class Reducer:
                     "call finish_gradient_sync() between two backwards, or put the first inside no_sync()"
                 )
             self.outstanding = True
-            self._fill(parameter, view)
+            self._fill(bucket, i)
             bucket.ready[i] = True
-            self._launch_ready()
+            if self.in_backward:
+                self._launch_ready()
 
         return gradient_ready
 
     @staticmethod
-    def _fill(parameter: Tensor, view: Tensor) -> None:
+    def _fill(bucket: Bucket, i: int) -> None:
+        parameter, view = bucket.parameters[i], bucket.views[i]
         assert parameter.grad is not None
+        bucket.open()
         if parameter.grad.data_ptr() == view.data_ptr():
             return
         view.copy_(parameter.grad)
         # from here on the gradient lives in the bucket, and autograd's own copy is freed
-        parameter.grad = view if view.dtype == parameter.dtype else None
+        parameter.grad = view if bucket.keeps_gradients and view.dtype == parameter.dtype else None
 
     def _launch_ready(self) -> None:
         while self.num_launched < len(self.buckets) and all(self.buckets[self.num_launched].ready):
@@ -121,18 +135,28 @@ class Reducer:
                 if bucket.ready[i]:
                     continue
                 if parameter.grad is not None:
-                    self._fill(parameter, view)
+                    self._fill(bucket, i)
                 else:
+                    bucket.open()
                     view.zero_()
                 bucket.ready[i] = True
         self._launch_ready()
         return came
 
-    def wait(self) -> None:
-        """Until every bucket is reduced; the next window may begin."""
+    def wait(self, then: Callable[[Bucket], Pending] | None = None) -> None:
+        """Until every bucket is reduced; the next window may begin.
+
+        Args:
+            then: begins what follows on a bucket's reduction; called in the order of buckets on every rank, and waited for.
+        """
+        following: list[Pending] = []
         for bucket in self.buckets:
             assert bucket.pending is not None
             bucket.pending.wait()
             bucket.pending = None
             bucket.ready = [False] * len(bucket.ready)
+            if then is not None:
+                following.append(then(bucket))
+        for pending in following:
+            pending.wait()
         self.num_launched, self.expected, self.outstanding = 0, False, False

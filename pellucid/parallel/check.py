@@ -42,7 +42,7 @@ class Intent:
     """What a rank is about to do. All of it but the site must be the same on every rank."""
 
     op: str
-    """ "all_reduce", "reduce_scatter", "all_gather", "broadcast", "gather", "barrier" or "decide"."""
+    """ "all_reduce", "reduce_scatter", "all_to_all", "all_gather", "broadcast", "gather", "barrier" or "decide"."""
     tag: str
     dtype: str
     numel: int

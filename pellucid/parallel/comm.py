@@ -22,6 +22,7 @@ from pellucid.parallel.link import Link
 
 Group = dist.ProcessGroup | None
 """None is the group of all ranks."""
+Tensors = Tensor | Sequence[Tensor]
 
 
 class Check(Protocol):
@@ -41,6 +42,9 @@ class _Watch:
 
 
 _watch = _Watch()
+
+before_collective: Callable[[str, str], None] | None = None
+"""Called before each collective with its name and tag, as they stand in the ledger; drills kill here."""
 
 
 def use(
@@ -77,9 +81,9 @@ def leave(reason: str) -> None:
 
 
 @contextmanager
-def record() -> Iterator[CommLedger]:
-    """A ledger of the collectives issued inside."""
-    outer, _watch.ledger = _watch.ledger, CommLedger()
+def record(into: CommLedger | None = None) -> Iterator[CommLedger]:
+    """A ledger of the collectives issued inside: ``into``, or a new one."""
+    outer, _watch.ledger = _watch.ledger, into if into is not None else CommLedger()
     try:
         yield _watch.ledger
     finally:
@@ -143,6 +147,21 @@ class Pending:
         if finish is not None:
             finish()
 
+    def then(self, function: Callable[[], None]) -> "Pending":
+        """Run ``function`` once, when the first `wait` has the result; at once where there is nothing to wait for."""
+        if not self._works:
+            function()
+            return self
+        before = self._finish
+
+        def both() -> None:
+            if before is not None:
+                before()
+            function()
+
+        self._finish = both
+        return self
+
     def future(self, value: Tensor) -> "torch.futures.Future[Tensor]":
         """For engines of torch's own: resolves to ``value`` when the collective is over."""
 
@@ -204,49 +223,82 @@ def all_reduce_(
     return Pending([dist.all_reduce(tensor, reduce_op, group=group, async_op=True)], event, deadline)
 
 
-def reduce_scatter(full: Tensor, shard: Tensor, *, tag: str, owner: Sequence[str] = (), group: Group = None) -> Pending:
+def reduce_scatter(
+    full: Tensors, shard: Tensors, *, tag: str, owner: Sequence[str] = (), group: Group = None
+) -> Pending:
     """Sum ``full [W * n]`` over ranks into ``shard [n]``: rank r gets elements ``[r n, (r + 1) n)``.
 
     On CPU it is W - 1 exchanges and a sum in rank order: gloo's own would move as much as an all-reduce.
-    ``shard`` may be this rank's own part of ``full``.
+    ``shard`` may be this rank's own part of ``full``. Several pairs of tensors count as one collective, of the first's dtype.
     """
+    fulls, shards = _as_list(full), _as_list(shard)
     size = world_size(group)
     if size == 1:
-        shard.copy_(full)
+        for whole, part in zip(fulls, shards, strict=True):
+            part.copy_(whole)
         return Pending()
-    event, deadline = _begin("reduce_scatter", full, tag, owner, group)
-    if full.device.type != "cpu":
+    event, deadline = _begin("reduce_scatter", fulls[0], tag, owner, group, several=fulls)
+    if fulls[0].device.type != "cpu":
         scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return Pending([scatter(shard, full, group=group, async_op=True)], event, deadline)
-    n, mine, parts = shard.numel(), rank(group), full.view(size, -1)
-    rows: list[Tensor] = [parts[mine]] * size
-    works = []
+        pairs = zip(fulls, shards, strict=True)
+        return Pending([scatter(part, whole, group=group, async_op=True) for whole, part in pairs], event, deadline)
+    mine, works = rank(group), []
+    rows = [list(whole.view(size, -1).unbind()) for whole in fulls]
+    received = [list(parts) for parts in rows]
     for distance in range(1, size):  # one after the other: buffers stay small, and this rank's own part is not copied
         to, source = (mine + distance) % size, (mine - distance) % size
-        rows[source] = torch.empty_like(parts[mine])
-        received, sent = ([n if r == other else 0 for r in range(size)] for other in (source, to))
-        works.append(dist.all_to_all_single(rows[source], parts[to], received, sent, group=group, async_op=True))
+        for parts, came in zip(rows, received, strict=True):
+            came[source] = torch.empty_like(parts[mine])
+            works.append(_exchange(parts[to], to, came[source], source, group))
 
     def add_up() -> None:
-        total = shard if mine == 0 else rows[0]
-        if total.data_ptr() != rows[0].data_ptr():
-            total.copy_(rows[0])
-        for row in rows[1:]:
-            total.add_(row)
-        if total is not shard:
-            shard.copy_(total)
+        for came, part in zip(received, shards, strict=True):
+            total = part if mine == 0 else came[0]
+            if total.data_ptr() != came[0].data_ptr():
+                total.copy_(came[0])
+            for row in came[1:]:
+                total.add_(row)
+            if total is not part:
+                part.copy_(total)
 
     return Pending(works, event, deadline, add_up)
 
 
-def all_gather(shard: Tensor, full: Tensor, *, tag: str, owner: Sequence[str] = (), group: Group = None) -> Pending:
-    """Concatenate every rank's ``shard [n]`` into ``full [W * n]``; ``shard`` may be its own place there already."""
+def all_to_all(full: Tensor, received: Tensor, *, tag: str, owner: Sequence[str] = (), group: Group = None) -> Pending:
+    """This rank's part, the r-th for rank r, of each rank's ``full [W * n]``, in rank order, into ``received [W * n]``."""
     if world_size(group) == 1:
-        full.copy_(shard)
+        received.copy_(full)
         return Pending()
-    event, deadline = _begin("all_gather", full, tag, owner, group)
-    gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return Pending([gather_into(full, shard, group=group, async_op=True)], event, deadline)
+    event, deadline = _begin("all_to_all", full, tag, owner, group)
+    return Pending([dist.all_to_all_single(received, full, group=group, async_op=True)], event, deadline)
+
+
+def all_gather(shard: Tensors, full: Tensors, *, tag: str, owner: Sequence[str] = (), group: Group = None) -> Pending:
+    """Concatenate every rank's ``shard [n]`` into ``full [W * n]``; ``shard`` may be its own place there already.
+
+    On CPU it is W - 1 exchanges into that place: gloo's own gathers into a copy first. Several pairs of tensors count as one
+    collective, of the first's dtype.
+    """
+    shards, fulls = _as_list(shard), _as_list(full)
+    size = world_size(group)
+    if size == 1:
+        for part, whole in zip(shards, fulls, strict=True):
+            whole.copy_(part)
+        return Pending()
+    event, deadline = _begin("all_gather", fulls[0], tag, owner, group, several=fulls)
+    if fulls[0].device.type != "cpu":
+        gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        pairs = zip(shards, fulls, strict=True)
+        return Pending([gather_into(whole, part, group=group, async_op=True) for part, whole in pairs], event, deadline)
+    mine, works = rank(group), []
+    for part, whole in zip(shards, fulls, strict=True):
+        places = whole.view(size, -1)
+        if places[mine].data_ptr() != part.data_ptr():
+            places[mine].copy_(part)
+        for distance in range(1, size):
+            to, source = (mine + distance) % size, (mine - distance) % size
+            works.append(_exchange(part, to, places[source], source, group))
+    return Pending(works, event, deadline)
 
 
 def broadcast(tensor: Tensor, *, tag: str, src: int = 0, owner: Sequence[str] = (), group: Group = None) -> Pending:
@@ -265,6 +317,14 @@ def gather(shard: Tensor, full: Tensor | None, *, tag: str, owner: Sequence[str]
         full.copy_(shard)
         return Pending()
     event, deadline = _begin("gather", shard, tag, owner, group, numel=shard.numel() * size)
+    if shard.device.type == "cpu":  # straight into its place: gloo's own gather makes a copy of the whole first
+        received = full if full is not None else shard.new_empty(0)
+        n, first = shard.numel(), full is not None
+        outgoing = [n if r == 0 else 0 for r in range(size)]
+        works = [
+            dist.all_to_all_single(received, shard, [n if first else 0] * size, outgoing, group=group, async_op=True)
+        ]
+        return Pending(works, event, deadline)
     rows = list(full.view(size, -1).unbind()) if full is not None else None
     return Pending([dist.gather(shard, rows, group=group, group_dst=0, async_op=True)], event, deadline)
 
@@ -312,16 +372,42 @@ def rank(group: Group = None) -> int:
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
+def _as_list(tensors: Tensors) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _exchange(sent: Tensor, to: int, received: Tensor, source: int, group: Group) -> Any:
+    """Send a tensor to one rank while another of the same size comes from a rank; returns the work."""
+    n, size = sent.numel(), world_size(group)
+    incoming, outgoing = ([n if r == other else 0 for r in range(size)] for other in (source, to))
+    return dist.all_to_all_single(received, sent, incoming, outgoing, group=group, async_op=True)
+
+
 # -- what surrounds each call -------------------------------------------------------------------------------
 
 
 def _begin(
-    op: str, tensor: Tensor, tag: str, owner: Sequence[str], group: Group, *, numel: int | None = None, src: int = 0
+    op: str,
+    tensor: Tensor,
+    tag: str,
+    owner: Sequence[str],
+    group: Group,
+    *,
+    numel: int | None = None,
+    several: Sequence[Tensor] = (),
+    src: int = 0,
 ) -> tuple[CommEvent | None, float]:
-    """Check, then note a collective; returns its line and when an imitated link will have carried it (0: no link)."""
+    """Check, then note a collective; returns its line and when an imitated link will have carried it (0: no link).
+
+    Args:
+        numel: elements that it carries, where they are not those of ``tensor``.
+        several: tensors, of dtypes that may differ, that it carries.
+    """
+    if before_collective is not None:
+        before_collective(op, tag)
     size = world_size(group)
-    numel = tensor.numel() if numel is None else numel
-    payload = numel * tensor.element_size()
+    numel = sum(t.numel() for t in several) if several else tensor.numel() if numel is None else numel
+    payload = sum(t.nbytes for t in several) if several else numel * tensor.element_size()
     kind = str(tensor.dtype).removeprefix("torch.")
     if (
         _checked() and size == world_size()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pellucid.errors import ConfigError, RankError, TrainingError
-from pellucid.parallel import comm
+from pellucid.parallel import comm, ordered
 from pellucid.parallel.bucket import Bucket, Reducer
 from pellucid.parallel.layout import MIB, ParameterInfo, chunks, group_by_size, replicated_layout
 
@@ -36,6 +36,19 @@ def reducer_of(parameter: Tensor) -> Reducer | None:
     return None if reference is None else reference()
 
 
+_ROWS = "_pellucid_rows"
+
+
+def mark_rows(parameter: nn.Parameter) -> None:
+    """Say that ``parameter`` holds some rows of a matrix, others on each rank."""
+    setattr(parameter, _ROWS, True)
+
+
+def holds_rows(parameter: Tensor) -> bool:
+    """Whether ranks hold different rows in ``parameter``."""
+    return getattr(parameter, _ROWS, False)
+
+
 class DDP(nn.Module):
     """Replicates ``module``: the first rank's weights and buffers everywhere, gradients reduced over ranks.
 
@@ -50,6 +63,8 @@ class DDP(nn.Module):
         process_group: the ranks to reduce over; None is all.
         average: multiply by 1/W before the sum. False sums, for losses that are divided by the global weight already.
         reduce_dtype: reduce in this type, such as float32 for bfloat16 gradients; None: in that of each parameter.
+        reduction: "ordered" adds what 2, 4, 8, ... ranks hold in a binary tree, rank 0's and rank 1's first; what one rank
+            accumulates it adds as it comes, unless an executor's `MicroBatchTree` does that.
 
     Raises:
         ConfigError: wrapped twice, sparse gradients, nothing to train.
@@ -64,18 +79,23 @@ class DDP(nn.Module):
         *,
         average: bool = True,
         reduce_dtype: torch.dtype | None = None,
+        reduction: ordered.Reduction = "sum",
     ) -> None:
         super().__init__()
         refuse_unfit(module, bucket_size_mb)
         self.module = module
         self.group, self.average = process_group, average
         self.world_size = comm.world_size(process_group)
+        self.reduction = reduction
+        if reduction == "ordered":
+            ordered.refuse_order("ddp", None, 1, self.world_size)
         compare_modules(module, process_group)
         broadcast_module(module, process_group)
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         infos = [ParameterInfo(n, tuple(p.shape), p.dtype, device=str(p.device)) for n, p in trainable.items()]
         groups = group_by_size(infos, int(bucket_size_mb * MIB), dtype=reduce_dtype)
-        layouts = [replicated_layout(i, group, reduce_dtype) for i, group in enumerate(groups)]
+        num_parts = self.world_size if reduction == "ordered" else 1
+        layouts = [replicated_layout(i, group, reduce_dtype, num_parts) for i, group in enumerate(groups)]
         self.buckets = [Bucket(layout, trainable) for layout in layouts]
         self.reducer = Reducer(self.buckets, self._launch)
         mark_owned(trainable.values(), self.reducer)
@@ -102,7 +122,7 @@ class DDP(nn.Module):
         refuse_late(self.module)
         came = torch.tensor(self.reducer.fill_missing(), dtype=torch.uint8, device=self.buckets[0].flat.device)
         used = comm.all_reduce_(came, tag="used", op="max", group=self.group)
-        self.reducer.wait()
+        self.reducer.wait(self._gather if self.reduction == "ordered" else None)
         used.wait()
         flags = iter(came.tolist())
         for bucket in self.buckets:
@@ -125,8 +145,26 @@ class DDP(nn.Module):
     def _launch(self, bucket: Bucket) -> comm.Pending:
         if self.average and self.world_size > 1:
             scale_for_average(bucket.flat, self.world_size)
+        layout, tag = bucket.layout, f"grad/bucket{bucket.layout.index}"
+        if self.reduction == "ordered":
+            return ordered.reduce_scatter(
+                bucket.flat, self._part(bucket), tag=tag, owner=layout.names, group=self.group
+            )
+        return comm.all_reduce_(bucket.flat, tag=tag, owner=layout.names, group=self.group)
+
+    def _gather(self, bucket: Bucket) -> comm.Pending:
+        """The sums of all parts, where each rank has made those of its own."""
         layout = bucket.layout
-        return comm.all_reduce_(bucket.flat, tag=f"grad/bucket{layout.index}", owner=layout.names, group=self.group)
+        return comm.all_gather(
+            self._part(bucket),
+            bucket.flat,
+            tag=f"grad/bucket{layout.index}/gather",
+            owner=layout.names,
+            group=self.group,
+        )
+
+    def _part(self, bucket: Bucket) -> Tensor:
+        return bucket.flat.view(self.world_size, -1)[comm.rank(self.group)]
 
 
 def scale_for_average(flat: Tensor, num_ranks: int) -> None:

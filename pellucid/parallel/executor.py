@@ -2,8 +2,8 @@
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from pellucid.errors import CheckpointError, ConfigError
 from pellucid.parallel import comm
 from pellucid.parallel.layout import ParameterInfo, parameter_infos
 from pellucid.parallel.loop_objects import PreparedOptimizer, PreparedScheduler, SchedulerProtocol, prepare_loader
-from pellucid.parallel.optimizer_state import load_optimizer_tensors, optimizer_tensors
+from pellucid.parallel.optimizer_state import load_whole_state, optimized_parameters, state_parts
+from pellucid.parallel.ordered import MicroBatchTree, Reduction, global_norm, refuse_order
+from pellucid.parallel.parts import Part, SavedTensors, check_weights, weight_shapes
 from pellucid.parallel.sharded_optimizer import ShardedOptimizer
 from pellucid.registry import NoOptions, lookup, register
 
@@ -38,8 +40,13 @@ class Executor:
         self.model: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.scaler: LossScaler | None = None
+        self.reduction: Reduction = "sum"
+        """How gradients are added, before `prepare`: as they come, or "ordered"; see `pellucid.parallel.ordered`."""
+        self._tree: MicroBatchTree | None = None
         self.infos: list[ParameterInfo] = []
-        """The trainable parameters, as `plan` wants them."""
+        """The model's parameters, as `plan` wants them."""
+        self.optimized: dict[str, int] = {}
+        """The trainable ones that the optimizer updates, and the index of the group of each."""
         self.sync_gradients = True
         """Whether the micro-batch under way, or the last one, ends its accumulation window."""
         self._micro = 0
@@ -66,8 +73,11 @@ class Executor:
         """
         self.model, self.optimizer = model, optimizer
         self.infos = parameter_infos(model, optimizer)
+        self.optimized = optimized_parameters(model, optimizer) if optimizer is not None else {}
         if self.use_distributed and optimizer is not None:
             _refuse_strangers(model, optimizer)
+        if self.reduction == "ordered":
+            self._tree = MicroBatchTree(model.named_parameters())
         wrapped = self._wrap(model)
         return (
             wrapped,
@@ -87,7 +97,8 @@ class Executor:
         comm.begin_micro_batch(self._micro)
         comm.enter("forward")
         self._finished = False
-        with self._window():
+        tree = self._tree
+        with self._window(), tree.micro_batch(self._micro, last=self.sync_gradients) if tree else nullcontext():
             try:
                 yield
             finally:
@@ -113,6 +124,8 @@ class Executor:
     def grad_norm(self) -> float:
         """The global L2 norm of the final gradients, each parameter counted once; the same number on every rank."""
         self.finish_grads()
+        if self._tree is not None:
+            return global_norm(self.gradients(), sharded=self.shards_gradients)
         grads = self._grads()
         if not grads:
             return 0.0
@@ -155,39 +168,82 @@ class Executor:
         """The bare model, whose parameter names checkpoints use."""
         return model
 
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The final gradients that this rank holds, by parameter name: each whole, or the slice that this rank owns."""
+    def gradients(self) -> Iterator[Part]:
+        """The final gradients that this rank holds: each whole, or the slice that this rank owns."""
         assert self.model is not None, "prepare() comes first"
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
-                yield name, parameter.grad
+                yield Part(name, tuple(parameter.shape), 0, parameter.grad)
 
     @property
     def shards_gradients(self) -> bool:
         """Whether `gradients` gives slices, which together over all ranks are the whole."""
         return False
 
-    gathers_state = False
-    """Whether `optimizer_state` gives copies of its own, in CPU memory."""
+    # -- checkpoints ----------------------------------------------------------------------------------------
 
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """The optimizer's state as ``"<parameter name>/<key>"``, whole and not copied where this rank has it all.
+    shards_state = False
+    """Whether ranks hold the optimizer's state in parts, so that each writes a file of its own."""
+    shards_weights = False
+    """Whether `weights` is collective: ranks hold weights in parts."""
 
-        Collective in modes that shard it: the first rank gets it, the others an empty table.
+    def optimizer_parts(self) -> Iterator[Part]:
+        """This rank's part of the optimizer's state, as ``"<parameter>/exp_avg"``, not copied; no collective.
+
+        The parts of all ranks together are each tensor exactly once: here all of them, whole, come from the first rank.
+        A single number such as ``step`` has shape () and comes from the rank that holds element 0 of its parameter.
+
+        Raises:
+            CheckpointError: the state cannot be saved under the names of parameters; says why.
         """
+        model, optimizer = self._checkpointed()
+        if comm.rank() == 0:
+            for name, parameter in model.named_parameters():
+                state = optimizer.state.get(parameter, {})
+                yield from state_parts(name, tuple(parameter.shape), 0, parameter, state)
+
+    def load_optimizer_state(self, saved: SavedTensors) -> None:
+        """Put back a state that any mode gave, on any number of ranks. Reads only what this rank holds; no collective.
+
+        Raises:
+            CheckpointError: a parameter has no state, or a state has no parameter or another shape; names it, and
+                nothing is changed.
+        """
+        load_whole_state(*self._checkpointed(), saved)
+
+    def weight_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every whole weight by its bare name, tied ones once; wide types first, as files want them."""
+        assert self.model is not None, "prepare() comes first"
+        return weight_shapes(self.model)
+
+    def weights(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Every whole weight, in the order of `weight_shapes`, one at a time and not copied where a rank has it anyway.
+
+        Collective if `shards_weights`: all ranks must go through all of it, and those after the first may get None. A
+        tensor is only good until the next one is asked for.
+        """
+        assert self.model is not None, "prepare() comes first"
+        parameters = dict(self.model.named_parameters())
+        for name in self.weight_shapes():
+            yield name, parameters[name].detach()
+
+    def load_weights(self, saved: SavedTensors) -> None:
+        """Put saved weights into the model, strictly, one tensor at a time; each rank reads for itself.
+
+        Raises:
+            CheckpointError: weights are missing, extra or of another shape; names them, and nothing is changed.
+        """
+        assert self.model is not None, "prepare() comes first"
+        check_weights(saved, {name: shape for name, (shape, _) in self.weight_shapes().items()})
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(saved.read(name).view(parameter.shape))
+
+    def _checkpointed(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         assert self.model is not None and self.optimizer is not None, "prepare() comes first"
         if isinstance(self.optimizer, ShardedOptimizer):
             raise CheckpointError("the optimizer's state is divided over ranks by itself; use optimizer.state_dict()")
-        return optimizer_tensors(self.model, self.optimizer) if comm.rank() == 0 else {}
-
-    def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `optimizer_state` gave, in any mode and for any number of ranks.
-
-        Raises:
-            CheckpointError: a parameter has no state, or a state has no parameter or another shape; names it.
-        """
-        assert self.model is not None and self.optimizer is not None, "prepare() comes first"
-        load_optimizer_tensors(self.model, self.optimizer, tensors)
+        return self.model, self.optimizer
 
     # -- what a mode changes --------------------------------------------------------------------------------
 
@@ -215,7 +271,7 @@ class Executor:
             parameter.grad = None
 
     def _grads(self) -> list[Tensor]:
-        return [grad for _, grad in self.gradients()]
+        return [part.tensor for part in self.gradients()]
 
 
 def norms(tensors: list[Tensor]) -> Tensor:
@@ -255,20 +311,32 @@ class LossScaler:
 register("mode", "none", config=NoOptions)(Executor)
 
 
-def create_executor(mode: str, grad_accum_steps: int = 1, *, average: bool = True, **options: Any) -> Executor:
+def create_executor(
+    mode: str, grad_accum_steps: int = 1, *, average: bool = True, reduction: Reduction = "sum", **options: Any
+) -> Executor:
     """The executor of a registered parallel mode.
 
     With one process every mode runs as ``none``, and says so once.
+
+    Args:
+        reduction: "ordered" adds gradients in an order that does not depend on the number of ranks, if every rank runs
+            ``grad_accum_steps`` micro-batches a step and rank r those that follow rank r - 1's.
 
     Raises:
         ConfigError: the mode is unknown or cannot run here, or it has no such option; the nearest is named.
     """
     entry = lookup("mode", mode)
     built: Any = build(entry.config, options, f"parallel.{mode}.")
+    if reduction not in ("sum", "ordered"):
+        raise ConfigError(f'parallel.reduction must be "sum" or "ordered", got {reduction!r}')
+    if reduction == "ordered":
+        refuse_order(mode, getattr(built, "reduce_dtype", None), grad_accum_steps, comm.world_size())
     if comm.world_size() == 1 and mode != "none":
         _say_once(f"parallel.mode {mode} with one process runs as none")
-        return Executor(grad_accum_steps, average=average)
-    executor: Executor = entry.target(grad_accum_steps, average=average, options=built)
+        executor = Executor(grad_accum_steps, average=average)
+    else:
+        executor = entry.target(grad_accum_steps, average=average, options=built)
+    executor.reduction = reduction
     return executor
 
 

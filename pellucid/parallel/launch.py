@@ -29,7 +29,7 @@ T = TypeVar("T")
 StartMethod = Literal["spawn", "fork", "forkserver"]
 
 GRACE_S = 2.0
-"""Between SIGTERM and SIGKILL for the ranks that outlive a failed one."""
+"""Between SIGTERM and SIGKILL for the ranks that outlive a failed one, unless `launch` is told otherwise."""
 SETTLE_S = 0.2
 """After a first failure, for others that failed before it to be heard of."""
 POLL_S = 0.1
@@ -43,6 +43,7 @@ def launch(
     start_method: StartMethod = "spawn",
     backend: str = "auto",
     timeout_s: float = 1800.0,
+    grace_s: float = GRACE_S,
 ) -> list[T]:
     """Run ``fn(*args)`` on each of ``nproc`` ranks with the process group ready; their results in rank order.
 
@@ -54,6 +55,7 @@ def launch(
         start_method: "spawn" and "forkserver" begin with a new interpreter, so ``fn`` must be importable; "fork" copies
             this process as it is, which is quick, but not after cuda was used.
         backend, timeout_s: as `pellucid.parallel.world.process_group` has them.
+        grace_s: between SIGTERM and SIGKILL for the ranks that outlive a failed one.
 
     Raises:
         RankError: a rank raised, ended or was killed; all have ended.
@@ -70,7 +72,7 @@ def launch(
     with _stop_requests() as stops:
         try:
             _start(ranks, fn, nproc, args, start_method, backend, timeout_s)
-            _watch(ranks, stops)
+            _watch(ranks, stops, grace_s)
         finally:
             for rank in ranks:
                 rank.end()
@@ -210,7 +212,7 @@ def _stop_requests() -> Iterator[list[int]]:
 # -- the end ------------------------------------------------------------------------------------------------
 
 
-def _watch(ranks: list[_Rank], stops: list[int]) -> None:
+def _watch(ranks: list[_Rank], stops: list[int], grace_s: float) -> None:
     """Until every rank has ended; what they said is in ``ranks`` then."""
     passed_on = 0
     failed_at = ended_at = float("inf")
@@ -227,7 +229,7 @@ def _watch(ranks: list[_Rank], stops: list[int]) -> None:
         if ended_at == float("inf") and now - failed_at >= SETTLE_S:
             ended_at = now
             _signal(running, signal.SIGTERM)
-        if now - ended_at >= GRACE_S:
+        if now - ended_at >= grace_s:
             _signal(running, signal.SIGKILL)
     for rank in ranks:  # what happened to ranks after they were ended is no failure of theirs
         if rank.failure is not None and rank.failure.time > ended_at:

@@ -17,7 +17,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class ParameterInfo:
-    """What a layout has to know of a trainable parameter."""
+    """What a layout has to know of a parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,6 +27,9 @@ class ParameterInfo:
     state_tensors: int = 2
     """Tensors of its shape that the optimizer keeps."""
     device: str = "cpu"
+    unit: str = ""
+    """As `units_of` has it."""
+    trainable: bool = True
 
     @property
     def numel(self) -> int:
@@ -56,16 +59,19 @@ def is_elementwise(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -
 
 
 def parameter_infos(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[ParameterInfo]:
-    """What layouts have to know of ``model``'s trainable parameters, in its order; shapes alone, so meta tensors will do."""
+    """What layouts have to know of ``model``'s parameters, in its order; shapes alone, so meta tensors will do."""
     whole = {
         id(p) for group in (optimizer.param_groups if optimizer is not None else ()) for p in group["params"]
         if optimizer is not None and not is_elementwise(optimizer, group)
     }  # fmt: skip
+    units = units_of(model)
     return [
-        ParameterInfo(name, tuple(p.shape), p.dtype, elementwise=id(p) not in whole, device=str(p.device))
+        ParameterInfo(
+            name, tuple(p.shape), p.dtype, elementwise=id(p) not in whole, device=str(p.device), unit=units[name],
+            trainable=p.requires_grad,
+        )
         for name, p in model.named_parameters()
-        if p.requires_grad
-    ]
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +155,15 @@ def _fills(infos: Sequence[ParameterInfo], num_shards: int) -> bool:
     return fullest * num_shards <= sum(sizes) * (1 + MAX_PADDING)
 
 
-def replicated_layout(index: int, infos: Sequence[ParameterInfo], dtype: torch.dtype | None = None) -> Layout:
-    """A bucket that every rank holds whole: its parameters end to end."""
+def replicated_layout(
+    index: int, infos: Sequence[ParameterInfo], dtype: torch.dtype | None = None, num_parts: int = 1
+) -> Layout:
+    """A bucket that every rank holds whole: its parameters end to end, filled up to ``num_parts`` equal parts."""
     slots, offset = [], 0
     for info in infos:
         slots.append(Slot(info, offset))
         offset += info.numel
-    return Layout(index, dtype or infos[0].dtype, tuple(slots), offset)
+    return Layout(index, dtype or infos[0].dtype, tuple(slots), -(-offset // num_parts) * num_parts)
 
 
 def sharded_layouts(infos: Sequence[ParameterInfo], bucket_bytes: int, num_shards: int) -> list[Layout]:
@@ -238,3 +246,46 @@ def chunks(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
 
 def _align(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+# -- rows, for full sharding --------------------------------------------------------------------------------
+
+
+def rows_each(num_rows: int, num_shards: int) -> int:
+    """Rows of each section of a matrix; the last ones may hold fewer, or none."""
+    return -(-num_rows // num_shards)
+
+
+def row_range(num_rows: int, shard: int, num_shards: int) -> tuple[int, int]:
+    """First row of a section and one after its last."""
+    each = rows_each(num_rows, num_shards)
+    return min(shard * each, num_rows), min((shard + 1) * each, num_rows)
+
+
+def units_of(model: nn.Module) -> dict[str, str]:
+    """Of each parameter, by name, the path of its unit: what full sharding gathers together.
+
+    Units are the elements of the outermost ``ModuleList``s and ``Sequential``s. A parameter of none of them, or of
+    several, has the path "": the root unit.
+    """
+    paths: list[str] = []
+
+    def look(module: nn.Module, path: str) -> None:
+        lists = isinstance(module, nn.ModuleList | nn.Sequential)
+        for name, child in module.named_children():
+            inner = f"{path}.{name}" if path else name
+            if lists and not isinstance(child, nn.ModuleList):
+                paths.append(inner)
+            else:
+                look(child, inner)
+
+    look(model, "")
+    homes: dict[int, set[str]] = {}
+    for module_path, module in model.named_modules(remove_duplicate=False):
+        home = next((p for p in paths if module_path == p or module_path.startswith(f"{p}.")), "")
+        for parameter in module.parameters(recurse=False):
+            homes.setdefault(id(parameter), set()).add(home)
+    return {
+        name: next(iter(homes[id(parameter)])) if len(homes[id(parameter)]) == 1 else ""
+        for name, parameter in model.named_parameters()
+    }

@@ -19,14 +19,15 @@ Phase = Literal["forward", "backward", "optimizer", "other"]
 def wire_bytes(op: str, payload_bytes: int, world_size: int, rank: int = 0) -> int:
     """Bytes that one rank sends, by the algorithms that gloo and nccl use for large payloads.
 
-    A ring for the reductions and gathers; a binomial tree for a broadcast and for a gather to rank 0, which the
-    ranks do not share evenly: over all ranks it is (W - 1) N for a broadcast and (W - 1) / W N for a gather.
+    A ring for the reductions and gathers, each part straight to its rank for an all_to_all; a binomial tree for a
+    broadcast and for a gather to rank 0, which the ranks do not share evenly: over all ranks it is (W - 1) N for a
+    broadcast and (W - 1) / W N for a gather.
     """
     if world_size == 1:
         return 0
     if op == "all_reduce":
         return 2 * (world_size - 1) * payload_bytes // world_size
-    if op in ("reduce_scatter", "all_gather"):
+    if op in ("reduce_scatter", "all_gather", "all_to_all"):
         return (world_size - 1) * payload_bytes // world_size
     if op == "gather":
         return 0 if rank == 0 else payload_bytes // world_size

@@ -42,7 +42,13 @@ class DDPExecutor(Executor):
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         reduce_dtype = getattr(torch, self.options.reduce_dtype) if self.options.reduce_dtype else None
-        self.ddp = DDP(model, self.options.bucket_size_mb or 25, average=self.average, reduce_dtype=reduce_dtype)
+        self.ddp = DDP(
+            model,
+            self.options.bucket_size_mb or 25,
+            average=self.average,
+            reduce_dtype=reduce_dtype,
+            reduction=self.reduction,
+        )
         return self.ddp
 
     @contextmanager

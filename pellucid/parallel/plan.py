@@ -10,10 +10,22 @@ from typing import Any
 import torch
 
 from pellucid.errors import ConfigError
-from pellucid.parallel.layout import MIB, Layout, ParameterInfo, group_by_size, replicated_layout, sharded_layouts
+from pellucid.parallel.layout import (
+    CHUNK_BYTES,
+    MIB,
+    Layout,
+    ParameterInfo,
+    assign_whole,
+    group_by_size,
+    replicated_layout,
+    rows_each,
+    sharded_layouts,
+)
 from pellucid.parallel.ledger import wire_bytes
+from pellucid.parallel.ordered import NORM_SIZE, Reduction, refuse_order
+from pellucid.parallel.whole import part_numel, section_numel
 
-SCALARS = {"tokens": 2, "loss": 1, "stop": 1}
+SCALARS = {"tokens": 2, "loss": 1, "stop": 2}
 """Numbers in float64 that the Trainer sums over ranks in each step, by tag."""
 
 
@@ -51,6 +63,8 @@ class ModePlan:
     """Bytes that the collectives of a step carry and that are no parameter's."""
     step: tuple[PlannedCollective, ...]
     buckets: tuple[PlannedBucket, ...] = field(default=())
+    scratch_bytes: int = 0
+    """The most that is there beside these for a while: buffers of what is gathered and reduced."""
 
     @property
     def wire_bytes(self) -> int:
@@ -83,27 +97,42 @@ def plan(
     micro_batches: int = 1,
     bucket_size_mb: float = 25,
     reduce_dtype: torch.dtype | None = None,
+    reduction: Reduction = "sum",
+    compute_dtype: torch.dtype | None = None,
+    reshard_after_forward: bool = True,
 ) -> ModePlan:
     """What rank 0 of ``world_size`` holds and sends in one ordinary step of the Trainer.
 
     Args:
-        parameters: the trainable ones, in the model's order.
+        parameters: in the model's order, frozen ones too.
         micro_batches: forwards and backwards an optimizer step on each rank.
         reduce_dtype: as `DDP` has it.
+        reduction: as `create_executor` has it.
+        compute_dtype, reshard_after_forward: as the options of zero3 and fsdp2 have them.
 
     Raises:
-        ConfigError: the mode has no plan: it is none of Pellucid's own.
+        ConfigError: the mode has no plan: it is none of Pellucid's own; or its sums cannot be ordered and should be.
     """
-    if mode not in _PLANS:
-        raise ConfigError(f"mode {mode!r} cannot be planned; known: {', '.join(_PLANS)}")
+    if mode not in modes():
+        raise ConfigError(f"mode {mode!r} cannot be planned; known: {', '.join(modes())}")
+    if reduction == "ordered":
+        refuse_order(mode, reduce_dtype, micro_batches, world_size)
     if world_size == 1:
         mode = "none"
-    return _PLANS[mode](list(parameters), world_size, micro_batches, int(bucket_size_mb * MIB), reduce_dtype)
+    if mode in ("zero3", "fsdp2"):
+        return _by_rows(
+            mode, list(parameters), world_size, micro_batches, compute_dtype, mode == "zero3" or reshard_after_forward
+        )
+    trainable = [info for info in parameters if info.trainable]
+    planned = _PLANS[mode](trainable, world_size, micro_batches, int(bucket_size_mb * MIB), reduce_dtype)
+    frozen = sum(info.num_bytes for info in parameters if not info.trainable)
+    planned = replace(planned, weights_bytes=planned.weights_bytes + frozen)
+    return planned if reduction == "sum" else _ordered(planned, micro_batches)
 
 
 def modes() -> list[str]:
     """Modes that `plan` knows."""
-    return list(_PLANS)
+    return [*_PLANS, "zero3", "fsdp2"]
 
 
 def _none(
@@ -156,8 +185,151 @@ def _zero1(
     )
 
 
+def _ordered(planned: ModePlan, micro_batches: int) -> ModePlan:
+    """A mode whose sums are ordered: up to log2(k) more copies of the gradients, and other collectives for them."""
+    size = planned.world_size
+    rows: list[PlannedCollective] = []
+    padding = 0
+    for row in planned.step:
+        if row.op == "all_reduce" and row.tag.startswith("grad/"):  # becomes two, over equal parts
+            dtype = getattr(torch, row.dtype)
+            parts = size * dtype.itemsize
+            payload = -(-row.payload_bytes // parts) * parts
+            padding += payload - row.payload_bytes
+            rows.append(_row(row.tag, "all_to_all", payload, dtype, size))
+            rows.append(_row(f"{row.tag}/gather", "all_gather", payload, dtype, size))
+        elif row.op == "reduce_scatter":
+            rows.append(replace(row, op="all_to_all"))
+        elif row.tag == "grad_norm":
+            rows.append(_row(row.tag, row.op, 8 * NORM_SIZE, torch.int64, size))
+        elif row.tag == "loss":
+            rows.append(_row(row.tag, row.op, 8 * micro_batches * size, torch.float64, size))
+        else:
+            rows.append(row)
+    copies = micro_batches.bit_length() - 1
+    payloads = {row.tag: row.payload_bytes for row in rows}
+    return replace(
+        planned,
+        gradients_bytes=planned.gradients_bytes + padding + copies * planned.weights_bytes,
+        padding_bytes=planned.padding_bytes + 2 * padding,
+        step=tuple(rows),
+        buckets=tuple(replace(bucket, payload_bytes=payloads[bucket.tag]) for bucket in planned.buckets),
+    )
+
+
+def _zero2(
+    infos: list[ParameterInfo], world_size: int, micro_batches: int, bucket_bytes: int, dtype: torch.dtype | None
+) -> ModePlan:
+    """As zero1, but each micro-batch's gradients are reduced, through at most two buckets' buffers."""
+    once = _zero1(infos, world_size, micro_batches, bucket_bytes, dtype)
+    sizes = sorted((bucket.payload_bytes for bucket in once.buckets), reverse=True)
+    return replace(
+        once,
+        mode="zero2",
+        gradients_bytes=once.gradients_bytes // world_size,
+        padding_bytes=once.padding_bytes // 2 * (1 + micro_batches),
+        step=tuple(_times(row, micro_batches) if row.op == "reduce_scatter" else row for row in once.step),
+        scratch_bytes=sum(sizes[:2]),
+    )
+
+
+def _by_rows(
+    mode: str, infos: list[ParameterInfo], world_size: int, micro_batches: int, dtype: torch.dtype | None, reshard: bool
+) -> ModePlan:
+    """zero3, where vectors are whole and their gradients in buckets as ddp's, and fsdp2, where they are cut as well."""
+    number = next((info.name for info in infos if mode == "fsdp2" and not info.shape), None)
+    if number is not None:
+        raise ConfigError(f"parallel.mode fsdp2 cannot shard the single number {number}; choose zero3")
+    cut = [info for info in infos if mode == "fsdp2" or len(info.shape) > 1]
+    whole = [info for info in infos if info not in cut]
+    layouts = _replicated([info for info in whole if info.trainable], CHUNK_BYTES, None)
+    units: dict[str, list[ParameterInfo]] = {}
+    for info in sorted(cut, key=lambda info: info.unit != ""):
+        units.setdefault(info.unit or "root", []).append(info)
+    first = next((i for i, info in enumerate(infos) if info.trainable), len(infos))
+    # no gradient reaches what lies before the first trainable parameter; torch's engine gathers it all the same
+    unreached = {i.unit for i in infos[:first]} - {i.unit for i in infos[first:]} if mode == "zero3" else set()
+    rows, sizes, padding = [], {"root": 0}, 0
+    for path, members in units.items():
+        gathered, spare = _sections(members, world_size, dtype)
+        trained = [info for info in members if info.trainable]
+        reduced, spare_reduced = _sections(trained, world_size, None)
+        passes = 2 if path != "root" and reshard and path not in unreached else 1
+        names = ["forward", "backward"][:passes] if mode == "zero3" else []
+        for tag in [f"param/{path}/{name}" for name in names] or [f"param/{path}"]:
+            times = micro_batches if names else micro_batches * passes
+            rows.append(_row(tag, "all_gather", times * gathered, dtype or members[0].dtype, world_size, count=times))
+        if trained:
+            sent = _row(f"grad/{path}", "reduce_scatter", micro_batches * reduced, trained[0].dtype, world_size)
+            rows.append(replace(sent, count=micro_batches))
+        sizes[path] = gathered + reduced
+        padding += micro_batches * (passes * spare + spare_reduced)
+    rows += [_row(f"grad/bucket{b.index}", "all_reduce", b.num_bytes, b.dtype, world_size) for b in layouts]
+    rows += _small(sum(info.trainable for info in infos) if mode == "zero3" else 0, world_size)
+    rows.append(_row("grad_norm", "all_reduce", 8, torch.float64, world_size))
+    held = [
+        *(replace(i, shape=(min(rows_each(i.shape[0], world_size), i.shape[0]), *i.shape[1:])) for i in cut), *whole,
+    ]  # fmt: skip
+    own = [info for info in held if info.trainable]
+    matrices = [info for info in cut if info.trainable and not info.elementwise]
+    rows += _whole_updates(matrices, world_size)
+    sizes_of = [section_numel(info.shape, world_size) for info in matrices]
+    updated = [matrices[i] for i in assign_whole(sizes_of, world_size)[0]]
+    updated_whole = {info.name for info in matrices}
+    root, others = sizes.pop("root"), sorted(sizes.values(), reverse=True)
+    return ModePlan(
+        mode,
+        world_size,
+        sum(info.num_bytes for info in held),
+        sum(info.num_bytes for info in own),
+        _state_bytes([info for info in own if info.name not in updated_whole] + updated),
+        padding,
+        tuple(rows),
+        _buckets(layouts) + _unit_buckets(units, rows, micro_batches),
+        root + sum(others[:2]),
+    )
+
+
+def _whole_updates(matrices: list[ParameterInfo], world_size: int) -> list[PlannedCollective]:
+    """How matrices that the optimizer updates whole come to their owners and back."""
+    rows = []
+    for dtype in dict.fromkeys(info.dtype for info in matrices):
+        payload = world_size * part_numel([i for i in matrices if i.dtype == dtype], world_size) * dtype.itemsize
+        rows += [_row(f"matrix/{what}", "all_to_all", payload, dtype, world_size) for what in ("weight", "grad", "new")]
+    return rows
+
+
+def _sections(infos: Sequence[ParameterInfo], world_size: int, dtype: torch.dtype | None) -> tuple[int, int]:
+    """Bytes of whole tensors of which every rank's section has equally many rows, and how many of them are no weight's."""
+    total = spare = 0
+    for info in infos:
+        itemsize = (dtype or info.dtype).itemsize
+        rows, width = info.shape[0], info.numel // max(1, info.shape[0])
+        padded = rows_each(rows, world_size) * world_size
+        total += padded * width * itemsize
+        spare += (padded - rows) * width * itemsize
+    return total, spare
+
+
+def _unit_buckets(
+    units: dict[str, list[ParameterInfo]], rows: Sequence[PlannedCollective], micro_batches: int
+) -> tuple[PlannedBucket, ...]:
+    sent = {row.tag: row.payload_bytes // micro_batches for row in rows}
+    return tuple(
+        PlannedBucket(f"grad/{path}", sent[f"grad/{path}"], tuple(info for info in members if info.trainable))
+        for path, members in units.items()
+        if f"grad/{path}" in sent
+    )
+
+
+def _times(row: PlannedCollective, times: int) -> PlannedCollective:
+    return replace(
+        row, count=row.count * times, payload_bytes=row.payload_bytes * times, wire_bytes=row.wire_bytes * times
+    )
+
+
 _Plan = Callable[[list[ParameterInfo], int, int, int, torch.dtype | None], ModePlan]
-_PLANS: dict[str, _Plan] = {"none": _none, "ddp": _ddp, "zero1": _zero1, "torch_ddp": _torch_ddp}
+_PLANS: dict[str, _Plan] = {"none": _none, "ddp": _ddp, "zero1": _zero1, "zero2": _zero2, "torch_ddp": _torch_ddp}
 
 
 def _replicated(infos: list[ParameterInfo], bucket_bytes: int, dtype: torch.dtype | None) -> list[Layout]:

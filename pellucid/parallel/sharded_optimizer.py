@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pellucid.errors import CheckpointError, ConfigError
 from pellucid.parallel import comm
-from pellucid.parallel.ddp import reducer_of, scale_for_average
+from pellucid.parallel.ddp import holds_rows, reducer_of, scale_for_average
 from pellucid.parallel.layout import assign_whole, chunks, is_elementwise
 
 
@@ -91,11 +91,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Average gradients where that is this optimizer's duty, update what this rank owns, send and receive weights.
 
         Raises:
-            ConfigError: a closure is given, or a parameter was frozen when it was given here and no longer is.
+            ConfigError: a closure is given, a parameter was frozen when it was given here and no longer is, or `FSDP` shards it.
         """
         if closure is not None:
             raise ConfigError("ShardedOptimizer.step takes no closure; compute the loss before step()")
         for i, (parameter, name) in enumerate(self._named()):
+            if holds_rows(parameter):
+                raise ConfigError(
+                    f"{_words(i, name)} is sharded by FSDP, and its optimizer's state with it; use a plain optimizer"
+                )
             if parameter.requires_grad and parameter not in self.owners:
                 raise ConfigError(
                     f"{_words(i, name)} was frozen when ShardedOptimizer got it, so no rank updates it; "

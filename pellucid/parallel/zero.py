@@ -4,7 +4,6 @@ W ranks. Each bucket is cut into W equal parts. A rank gets its part of the summ
 weights, and the new weights are gathered.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pellucid.errors import CheckpointError, ConfigError
-from pellucid.parallel import comm
+from pellucid.errors import ConfigError
+from pellucid.parallel import comm, ordered
 from pellucid.parallel.bucket import Bucket, Reducer
 from pellucid.parallel.ddp import (
     broadcast_module,
@@ -26,8 +25,9 @@ from pellucid.parallel.ddp import (
     scale_for_average,
 )
 from pellucid.parallel.executor import Executor, norms
-from pellucid.parallel.layout import MIB, Layout, Slot, sharded_layouts
-from pellucid.parallel.optimizer_state import on_device, state_by_parameter
+from pellucid.parallel.layout import MIB, Layout, sharded_layouts
+from pellucid.parallel.optimizer_state import load_state, state_parts
+from pellucid.parallel.parts import Part, SavedTensors
 from pellucid.parallel.sharded_optimizer import ShardedOptimizer
 from pellucid.registry import register
 
@@ -81,16 +81,25 @@ class Zero1Executor(Executor):
         unknown = next((name for name, p in self.parameters.items() if id(p) not in owned), None)
         if unknown is not None:
             raise ConfigError(f"{unknown} is trainable but not in the optimizer; freeze it or add it to a group")
-        layouts = sharded_layouts(self.infos, int((self.options.bucket_size_mb or 25) * MIB), self.world_size)
-        self.weights = [_move_weights(layout, self.parameters) for layout in layouts]
+        trainable = [info for info in self.infos if info.trainable]
+        layouts = sharded_layouts(trainable, int((self.options.bucket_size_mb or 25) * MIB), self.world_size)
+        self.weight_buffers = [_move_weights(layout, self.parameters) for layout in layouts]
         """The parameters' storage, laid out as the buckets are, so that new weights are gathered into their place."""
         # after the weights have moved: their old place is free for gradients
-        self.buckets = [Bucket(layout, self.parameters) for layout in layouts]
+        self.buckets = [self._bucket(layout) for layout in layouts]
         self.reducer = Reducer(self.buckets, self._launch)
         self.slices = {piece.name: piece for bucket in self.buckets for piece in self._slices(bucket)}
         mark_owned([*self.parameters.values(), *(piece.weight for piece in self.slices.values())], self.reducer)
         self._hand_over()
         return model
+
+    def _bucket(self, layout: Layout) -> Bucket:
+        return Bucket(layout, self.parameters)
+
+    def _own_gradients(self, bucket: Bucket) -> Tensor:
+        """This rank's part of the bucket's gradients, once they are final."""
+        first, last = self._part(bucket)
+        return bucket.flat[first:last]
 
     def _part(self, bucket: Bucket) -> tuple[int, int]:
         """First and last + 1 of the bucket's elements that this rank owns."""
@@ -104,7 +113,7 @@ class Zero1Executor(Executor):
             if start >= stop:
                 continue
             weight = parameter.data.view(-1)[start - slot.offset : stop - slot.offset]
-            grad = bucket.flat[start:stop]
+            grad = self._own_gradients(bucket)[start - first : stop - first]
             if not slot.info.elementwise or parameter.ndim == 0:  # a number's state has no dimension
                 weight, grad = weight.view(parameter.shape), grad.view(parameter.shape)
             yield Slice(slot.info.name, parameter, start - slot.offset, nn.Parameter(weight), grad)
@@ -142,7 +151,7 @@ class Zero1Executor(Executor):
 
     @contextmanager
     def _window(self) -> Iterator[None]:
-        self.reducer.synchronizing = self.sync_gradients
+        self.reducer.synchronizing = self._reduces
         self.reducer.expect()
         yield
 
@@ -151,15 +160,21 @@ class Zero1Executor(Executor):
             scale_for_average(bucket.flat, self.world_size)
         first, last = self._part(bucket)
         layout = bucket.layout
-        return comm.reduce_scatter(
+        reduce_scatter = ordered.reduce_scatter if self.reduction == "ordered" else comm.reduce_scatter
+        return reduce_scatter(
             bucket.flat, bucket.flat[first:last], tag=f"grad/bucket{layout.index}", owner=layout.names
         )
 
     def backward(self, loss: Tensor) -> None:
         if not self.reducer.expected and not self.reducer.outstanding:  # a loop that does not use accumulate()
-            self.reducer.synchronizing = self.sync_gradients
+            self.reducer.synchronizing = self._reduces
             self.reducer.expect()
         super().backward(loss)
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether gradients of the micro-batch under way are sent."""
+        return self.sync_gradients
 
     def _finish(self) -> None:
         if not self.reducer.expected:
@@ -170,22 +185,28 @@ class Zero1Executor(Executor):
         used = comm.all_reduce_(came, tag="used", op="max")
         self.reducer.wait()
         used.wait()
+        self._hand_out(came)
+
+    def _hand_out(self, came: Tensor) -> None:
+        """Give this rank's slices their final gradients; ``came`` says which parameters have one, in bucket order."""
         flags = dict(zip([n for b in self.buckets for n in b.layout.names], came.tolist(), strict=True))
         for parameter in self.parameters.values():
             parameter.grad = None  # its part of the bucket is summed on one rank only
         for name, piece in self.slices.items():
             piece.weight.grad = piece.grad if flags[name] else None
 
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+    def gradients(self) -> Iterator[Part]:
         for name, piece in self.slices.items():
             if piece.weight.grad is not None:
-                yield name, piece.weight.grad
+                yield Part(name, tuple(piece.parameter.shape), piece.start, piece.weight.grad)
 
     @property
     def shards_gradients(self) -> bool:
         return True
 
     def grad_norm(self) -> float:
+        if self.reduction == "ordered":
+            return super().grad_norm()
         self.finish_grads()
         grads = self._grads()
         mine = norms(grads).double() if grads else torch.zeros(1)
@@ -193,7 +214,7 @@ class Zero1Executor(Executor):
 
     def _finish_weights(self) -> None:
         waits = []
-        for bucket, weights in zip(self.buckets, self.weights, strict=True):
+        for bucket, weights in zip(self.buckets, self.weight_buffers, strict=True):
             first, last = self._part(bucket)
             layout = bucket.layout
             waits.append(
@@ -209,66 +230,19 @@ class Zero1Executor(Executor):
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
-    gathers_state = True
+    shards_state = True
 
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """Gathered one tensor at a time on the first rank; the others get an empty table.
+    def optimizer_parts(self) -> Iterator[Part]:
+        _, optimizer = self._checkpointed()
+        for name, piece in self.slices.items():
+            state = optimizer.state.get(piece.weight, {})
+            yield from state_parts(name, tuple(piece.parameter.shape), piece.start, piece.weight, state)
 
-        Raises:
-            CheckpointError: on every rank, of an optimizer whose state has a shape of its own.
-        """
-        assert self.optimizer is not None
-        own = {piece.name: self.optimizer.state.get(piece.weight, {}) for piece in self.slices.values()}
-        described = {
-            name: {key: _describe(value, self.slices[name]) for key, value in state.items() if value is not None}
-            for name, state in own.items()
-        }
-        everybodys = [json.loads(t) for t in comm.all_gather_bytes(json.dumps(described).encode(), tag="save/state")]
-        whole: dict[str, Tensor] = {}
-        for bucket in self.buckets:
-            part = bucket.layout.numel // self.world_size
-            for slot in bucket.layout.slots:
-                name, first = slot.info.name, slot.offset // part
-                for key, (dtype, scalar, other_shape) in everybodys[first].get(name, {}).items():
-                    if other_shape is not None:
-                        raise CheckpointError(
-                            f"optimizer state {name}/{key} has shape {tuple(other_shape)}, the parameter {slot.info.shape}; "
-                            "zero1 saves numbers and what has a parameter's shape"
-                        )
-                    if scalar is not None:
-                        value: Tensor | None = torch.tensor(scalar, dtype=getattr(torch, dtype))
-                    else:
-                        value = self._gather(slot, part, key, own.get(name, {}).get(key), getattr(torch, dtype))
-                    if value is not None and self.rank == 0:
-                        whole[f"{name}/{key}"] = value
-        return whole
-
-    def _gather(self, slot: Slot, part: int, key: str, mine: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """One tensor of the state, whole, on the first rank. Every rank sends as much as the largest slice holds."""
-        spans = [(max(slot.offset, r * part), min(slot.stop, (r + 1) * part)) for r in range(self.world_size)]
-        longest = max(stop - start for start, stop in spans)
-        device = self.slices[next(iter(self.slices))].weight.device if self.slices else torch.device("cpu")
-        sent = torch.zeros(longest, dtype=dtype, device=device)
-        if mine is not None:
-            sent[: mine.numel()] = mine.reshape(-1)
-        full = sent.new_empty(self.world_size * longest) if self.rank == 0 else None
-        comm.gather(sent, full, tag=f"save/{key}", owner=[slot.info.name]).wait()
-        if full is None:
-            return None
-        rows = full.view(self.world_size, longest)
-        pieces = [row[: stop - start] for row, (start, stop) in zip(rows, spans, strict=True) if start < stop]
-        return torch.cat(pieces).view(slot.info.shape).cpu()
-
-    def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
-        assert self.optimizer is not None and self.model is not None, "prepare() comes first"
-        shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
-        counts_on_device = any(map(on_device, self.optimizer.param_groups))
-        for name, state in state_by_parameter(tensors, shapes, set(self.parameters)).items():
-            if name in self.slices:
-                piece = self.slices[name]
-                place = piece.weight.device if counts_on_device else torch.device("cpu")
-                own = {key: value if value.ndim else value.to(place, copy=True) for key, value in state.items()}
-                self._put_state(piece, own)
+    def load_optimizer_state(self, saved: SavedTensors) -> None:
+        model, optimizer = self._checkpointed()
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        slices = [(name, piece.start, piece.weight) for name, piece in self.slices.items()]
+        load_state(optimizer, slices, saved, shapes, self.optimized)
 
 
 def _move_weights(layout: Layout, parameters: Mapping[str, nn.Parameter]) -> Tensor:
@@ -279,12 +253,3 @@ def _move_weights(layout: Layout, parameters: Mapping[str, nn.Parameter]) -> Ten
         view.copy_(parameters[slot.info.name].data)
         parameters[slot.info.name].data = view
     return flat
-
-
-def _describe(value: Any, piece: Slice) -> tuple[str, float | None, list[int] | None]:
-    """The dtype of a part of the state, its value where that is one number, its shape where that is not the slice's."""
-    tensor = value if isinstance(value, Tensor) else torch.tensor(value)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if not tensor.ndim:
-        return dtype, tensor.item(), None
-    return dtype, None, None if tensor.shape == piece.weight.shape else list(tensor.shape)

@@ -58,6 +58,8 @@ class Tokenizer:
             token.content: id_ for id_, token in sorted(added.items()) if token.special
         }
         self.bos_id, self.eos_id, self.pad_id = (self._id_of(key) for key in ("bos_token", "eos_token", "pad_token"))
+        self.prefix_id: int | None = None if config.get("add_bos_token") is False else self.bos_id
+        """The beginning token that text gets, None where it has none or tokenizer_config.json says not to put it."""
         self.chat_template: str | None = template_source(config, origin)
         unknown = {self._named.get("unk_token"), self._description["model"].get("unk_token")}
         self._controls = {token: id_ for token, id_ in self.special_tokens.items() if token not in unknown}
@@ -117,8 +119,8 @@ class Tokenizer:
             return [ids for part in pool.map(self.encode_batch, parts) for ids in part]
 
     def encode_document(self, text: str) -> list[int]:
-        """The ids of a whole document between the beginning and the end token, where the tokenizer has them."""
-        bos = [] if self.bos_id is None else [self.bos_id]
+        """The ids of a whole document between `prefix_id` and the end token, where the tokenizer has them."""
+        bos = [] if self.prefix_id is None else [self.prefix_id]
         eos = [] if self.eos_id is None else [self.eos_id]
         return bos + self.encode(text) + eos
 

@@ -19,6 +19,7 @@ from pellucid.model import Transformer
 from pellucid.model.attend import WindowAttend
 from pellucid.model.attention import Attend
 from pellucid.model.canonical import CanonicalAttend
+from pellucid.model.lora import add_lora
 from pellucid.train.precision import DTYPES, autocast, resolve_dtype
 from pellucid.train.setup import build_strategy, context_of
 from pellucid.train.strategies import Pretrain, PretrainOptions, Strategy
@@ -42,7 +43,7 @@ def peak_activation_bytes(
     step that accumulates, and an upper bound of one that does not. Not in it: the batch itself (41 bytes a token), and
     what kernels allocate inside, which is little in the model's own.
 
-    The real strategy runs on the real model of ``config.model``, all of it trained, with train.dtype and
+    The real strategy runs on the real model of ``config.model``, all of it trained or ``config.lora`` alone, with train.dtype and
     train.activation_checkpointing; no tensor has storage, so that an 8B model takes about two seconds and no memory.
     All layers are run: with autocast and checkpointing forward and backward grow differently with depth, so that a
     line through two shallow models would be wrong by a tenth and more. Under train.compile the figure stays that of
@@ -71,6 +72,8 @@ def _peak(config: RunConfig, strategy: Strategy, vocab_size: int, device: torch.
     name = config.train.dtype
     dtype = resolve_dtype(name, device) if name == "auto" else DTYPES[name]
     model = ShapeModel(known_shape(config, vocab_size), rows, tokens, documents)
+    if config.lora is not None:
+        add_lora(model, config.lora)
     model.activation_checkpointing = config.train.activation_checkpointing
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         model.fill(device)
@@ -113,12 +116,13 @@ class ShapeModel(Transformer):
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[name] = nn.Parameter(
-                        torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                        torch.empty(parameter.shape, dtype=parameter.dtype, device=device),
+                        requires_grad=parameter.requires_grad,
                     )
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-        for parameter in self.parameters():
+        for parameter in filter(lambda p: p.requires_grad, self.parameters()):
             parameter.grad = torch.empty_like(parameter)
 
     def make_attend(self, document_ids: Tensor | None = None, *, compiled: bool | None = None) -> Attend:

@@ -187,7 +187,7 @@ class GradientStatistics(Callback):
         if info.step % self.every:
             return
         executor = trainer.setup.executor
-        mine = {name: _sums(grad) for name, grad in executor.gradients()}
+        mine = {part.name: _sums(part.tensor) for part in executor.gradients()}
         tables = gather_json(mine, tag="gradients") if executor.shards_gradients else [mine]
         names = [name for name, _ in trainer.model.named_parameters() if any(name in table for table in tables)]
         merged = {name: _merge([table[name] for table in tables if name in table]) for name in names}

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pellucid.config import RunConfig, options_of
 from pellucid.errors import ConfigError
+from pellucid.model.lora import add_lora
 from pellucid.parallel import comm
 from pellucid.parallel.layout import ParameterInfo, parameter_infos
 from pellucid.parallel.plan import modes
@@ -101,6 +102,8 @@ def planned_parameters(config: RunConfig, *, vocab_size: int = 0) -> list[Parame
         ConfigError: no vocabulary size is known.
     """
     model = ShapeModel(known_shape(config, vocab_size))
+    if config.lora is not None:
+        add_lora(model, config.lora)
     options = options_of("optimizer", config.optim.name, config.optim.options)
     with FakeTensorMode():
         model.fill(torch.device("cpu"))
@@ -124,8 +127,10 @@ def _state_tensors(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) ->
 def _state_bytes(config: RunConfig) -> int:
     """Of this rank; modes that cannot be planned are taken to hold everything."""
     mode = config.parallel.mode if config.parallel.mode in modes() else "none"
-    held = plan_mode(config, planned_parameters(config), mode, world_size=comm.world_size(), micro_batches=1)
-    return held.weights_bytes + held.gradients_bytes + held.optimizer_bytes
+    size = comm.world_size()
+    micro_batches = max(1, config.train.global_batch // (config.train.micro_batch * size))
+    held = plan_mode(config, planned_parameters(config), mode, world_size=size, micro_batches=micro_batches)
+    return held.weights_bytes + held.gradients_bytes + held.optimizer_bytes + held.scratch_bytes
 
 
 def _documents_in_a_row(setup: Setup) -> int:

@@ -12,17 +12,20 @@ from typing import Any, NoReturn
 
 import torch
 
-from pellucid.checkpoint.store import Snapshot
+from pellucid.checkpoint.store import Checkpoint
 from pellucid.config import RunConfig
 from pellucid.data.batches import Batch, Windows
 from pellucid.errors import TrainingError
 from pellucid.model import Transformer
 from pellucid.parallel import comm
+from pellucid.parallel.fingerprint import weights_sha256
 from pellucid.parallel.ledger import LedgerFiles
+from pellucid.parallel.ordered import micro_batch_seed
 from pellucid.train.callbacks import BatchInfo, Callback, SaveInfo, StepInfo, StopTraining, ValidationInfo
+from pellucid.train.checkpointing import Saver
 from pellucid.train.precision import autocast
-from pellucid.train.ranks import gather_json, gather_rng, on_first_rank, stop_reason
-from pellucid.train.saving import RunWriter, load_newest_everywhere, restore, write_plan
+from pellucid.train.ranks import gather_json, on_every_rank, on_first_rank, stop_reason
+from pellucid.train.saving import RunWriter, newest_everywhere, restore, write_plan
 from pellucid.train.setup import CHECKED_STEPS, Setup, prepare
 from pellucid.train.state import TrainState, capture_rng
 from pellucid.train.strategies import LossOutput, Strategy
@@ -65,6 +68,8 @@ class Trainer:
         self._callback_wants_stop = False
         self._last_saved = 0
         self._writer: RunWriter | None = None
+        """The first rank's."""
+        self._saver: Saver | None = None
         self._ledger_files: LedgerFiles | None = None
         self._loss = _compiled(self.setup.strategy.__call__, self.config)
         self._validation_loss = _compiled(self.setup.strategy.validate, self.config)
@@ -99,8 +104,8 @@ class Trainer:
         finally:
             if self._ledger_files is not None:
                 self._ledger_files.close()
-            if self._writer is not None:
-                self._writer.close()
+            if self._saver is not None:
+                self._saver.close()
         return self.state
 
     def log(self, record: dict[str, Any]) -> None:
@@ -111,21 +116,24 @@ class Trainer:
     def _open(self, *, resume: bool) -> None:
         """The run's folder: written by the first rank, read by all."""
         self._writer = on_first_rank(lambda: RunWriter(self.setup, resume=resume), tag="init/folder")
-        restored = load_newest_everywhere(self.setup) if resume else None
-        if restored is not None:
-            self._restore(restored)
+        self._saver = Saver(self.setup, self._writer)
+        found = newest_everywhere(self.setup) if resume else None
+        if found is not None:
+            on_every_rank(lambda: self._restore(found), tag="init/restored")
         self._last_saved = self.state.step
         writer, step, ended = self._writer, self.state.step, self._stopped_by_callback
         on_first_rank(lambda: writer.begin(step, ended=ended) if writer else None, tag="init/log")
-        ledger = comm.ledger()
-        if ledger is not None:
-            folder = Path(self.config.train.out) / "ledger"
-            self._ledger_files = LedgerFiles(folder, comm.rank(), after=self.state.step or -1)  # from 0: all anew
-            if comm.rank() == 0:
-                write_plan(self.setup, folder)
-                for path in folder.glob("rank*.jsonl"):  # of an earlier part of the run, on more ranks
-                    if int(path.stem[4:]) >= comm.world_size():
-                        LedgerFiles(folder, int(path.stem[4:]), after=self.state.step or -1).close()
+        if comm.ledger() is not None:
+            on_every_rank(self._open_ledger, tag="init/ledger")
+
+    def _open_ledger(self) -> None:
+        folder = Path(self.config.train.out) / "ledger"
+        self._ledger_files = LedgerFiles(folder, comm.rank(), after=self.state.step or -1)  # from 0: all anew
+        if comm.rank() == 0:
+            write_plan(self.setup, folder)
+            for path in folder.glob("rank*.jsonl"):  # of an earlier part of the run, on more ranks
+                if int(path.stem[4:]) >= comm.world_size():
+                    LedgerFiles(folder, int(path.stem[4:]), after=self.state.step or -1).close()
 
     # -- the loop -------------------------------------------------------------------------------------------
 
@@ -144,6 +152,10 @@ class Trainer:
             info = self._step()
             if state.step % train.log_every == 0 or state.step == setup.total_steps:
                 self.log(_step_record(info))
+            if train.hash_every and state.step % train.hash_every == 0:
+                weights = setup.executor.weights()  # ★ modes that shard weights
+                sha256 = weights_sha256((name, tensor if comm.rank() == 0 else None) for name, tensor in weights)
+                self.log({"event": "hash", "step": state.step, "sha256": sha256})
             if train.val_every and setup.val_data and state.step % train.val_every == 0:
                 self._call("on_validation", self.validate())
             self._call("on_optimizer_step", info)
@@ -151,7 +163,7 @@ class Trainer:
                 self._call("on_epoch_end", state)
             if train.max_seconds is not None and time.monotonic() - started > train.max_seconds:
                 self._request_stop(f"train.max_seconds = {train.max_seconds:g} are over")
-            self._agree_on_stop()  # ★ a signal reaches one rank, the end is everybody's
+            self._agree_on_stop()  # ★ a signal reaches one rank, the end is everybody's; so is a finished checkpoint
             if comm.decide("save", bool(train.save_every) and state.step % train.save_every == 0):
                 self._save()
             self._announce_saves()
@@ -176,6 +188,7 @@ class Trainer:
         sums: list[torch.Tensor] = []
         for i, batch in enumerate(window):
             self._call("on_batch_begin", BatchInfo(state.step + 1, i, batch, None))
+            self._key_dropout(i)
             with executor.accumulate(self.model, last=i == len(window) - 1):
                 with autocast(setup.device, setup.dtype):
                     loss = self._loss(setup.wrapped, batch)  # ★ zero3 only: units gather their weights
@@ -184,7 +197,7 @@ class Trainer:
             self._call("on_batch_end", BatchInfo(state.step + 1, i, batch, None), loss=sums[-1])
         executor.finish_grads()  # ★ wait for what is still on the wire
         losses = [float(value) for value in sums]
-        loss_value = comm.all_reduce(math.fsum(losses), tag="loss") / weight  # ★
+        loss_value = self._total_loss(losses) / weight  # ★
         norm = executor.grad_norm()  # ★ one scalar, if gradients are sharded
         update = comm.decide("step", self._refuse_or_clip(norm, loss_value, losses, window))
         tokens = int(num_tokens)
@@ -202,6 +215,23 @@ class Trainer:
         seconds = time.perf_counter() - begin
         return replace(info, seconds=seconds, tokens_per_s=tokens / seconds)
 
+    def _key_dropout(self, micro: int) -> None:
+        """With ordered reductions dropout is the same whichever rank has the micro-batch."""
+        executor = self.setup.executor
+        if executor.reduction == "ordered":
+            number = comm.rank() * executor.grad_accum_steps + micro
+            torch.manual_seed(micro_batch_seed(self.config.train.seed, self.state.step + 1, number))
+
+    def _total_loss(self, mine: list[float]) -> float:
+        """The sum over all ranks, of which each micro-batch is one's: exact with ordered reductions."""
+        executor = self.setup.executor
+        if executor.reduction == "sum":
+            return comm.all_reduce(math.fsum(mine), tag="loss")
+        losses = [0.0] * (executor.grad_accum_steps * comm.world_size())
+        first = comm.rank() * executor.grad_accum_steps
+        losses[first : first + len(mine)] = mine
+        return math.fsum(comm.all_reduce(losses, tag="loss"))
+
     def _refuse_or_clip(self, norm: float, loss: float, mine: list[float], window: list[Batch]) -> bool:
         """Clip; False where a float16 step is skipped and its scale lowered. Non-finite on any rank: nobody steps.
 
@@ -214,24 +244,32 @@ class Trainer:
             if not finite and executor.scaler.scale >= 1:
                 return False
         if not finite:
-            executor.zero_grad()
             self._refuse_step(norm, mine, window)
         if self.config.optim.max_grad_norm is not None:
             executor.clip_grad_norm_(self.config.optim.max_grad_norm, norm)
         return True
 
     def _refuse_step(self, norm: float, mine: list[float], window: list[Batch]) -> NoReturn:
+        executor = self.setup.executor
         bad = [i for i, value in enumerate(mine) if not math.isfinite(value)]
         documents = _documents([window[i] for i in bad] or window)
-        everybodys = gather_json([bad[0] if bad else None, documents], tag="refused")
-        culprit = next((rank for rank, (micro, _) in enumerate(everybodys) if micro is not None), None)
-        what = f"gradient norm ({norm})" if culprit is None else f"loss of micro-batch {everybodys[culprit][0]}"
-        if culprit is not None and len(everybodys) > 1:
-            what += f" on rank {culprit}"
+        where = next((part.name for part in executor.gradients() if not part.tensor.isfinite().all()), None)
+        executor.zero_grad()
+        everybodys = gather_json([bad[0] if bad else None, documents, where], tag="refused")
+        if self._saver is not None:
+            self._saver.finish_before_error()  # ★ all ranks are here
+        culprit = next((rank for rank, (micro, *_) in enumerate(everybodys) if micro is not None), None)
+        if culprit is None:
+            names = [name for *_, name in everybodys if name is not None]
+            what = f"gradient norm ({norm})" + (f", first in {names[0]}" if names else "")
+        else:
+            what = f"loss of micro-batch {everybodys[culprit][0]}"
+            what += f" on rank {culprit}" if len(everybodys) > 1 else ""
         chosen = everybodys if culprit is None else [everybodys[culprit]]
+        ids = sorted({i for _, documents, _ in chosen for i in documents})
         raise TrainingError(
             f"step {self.state.step + 1}: non-finite {what}; the weights are those of step {self.state.step}. "
-            f"Documents in it: {', '.join(documents for _, documents in chosen)}. Lower optim.lr, or look at those documents"
+            f"Documents in it: {_listed(ids)}. Lower optim.lr, or look at those documents"
         )
 
     @torch.no_grad()
@@ -243,11 +281,13 @@ class Trainer:
         size, micro_batch = comm.world_size(), self.config.train.micro_batch
         num_batches = -(-len(windows) // micro_batch)
         losses, weight = [0.0] * num_batches, 0
-        for i in range(comm.rank(), num_batches, size):
+        for first in range(0, num_batches, size):
+            i = min(first + comm.rank(), num_batches - 1)  # a rank without a batch of its own still gathers weights
             batch = windows.batch_number(i, micro_batch).to(setup.device)
             with autocast(setup.device, setup.dtype):
-                losses[i] = float(self._validation_loss(self.model, batch).sum)
-            weight += setup.strategy.weight(batch)
+                loss = float(self._validation_loss(self.model, batch).sum)  # ★ zero3 only
+            if i == first + comm.rank():
+                losses[i], weight = loss, weight + setup.strategy.weight(batch)
         # ★ each batch's loss is one rank's, so that their exact sum is the same for any number of ranks
         *losses, total_weight = comm.all_reduce([*losses, float(weight)], tag="validation")
         weight = int(total_weight)
@@ -263,31 +303,28 @@ class Trainer:
     def _finish(self) -> None:
         setup, state = self.setup, self.state
         state.cursor, state.rng = setup.loader.state_dict(), capture_rng()
-        if self.config.train.out and self._last_saved != state.step and state.step > 0:
-            self._save()
-        if self.config.train.out:
-            on_first_rank(self._complete_folder, tag="end")  # ★ a background save that failed, failed for all
+        if self._saver is not None:
+            if self._last_saved != state.step and state.step > 0:
+                self._save()
+            self._saver.finish()  # ★ a background save that failed on one rank, failed for all
+            on_every_rank(self._complete_folder, tag="end")  # ★
         self._write_ledger()
 
     def _complete_folder(self) -> None:
-        assert self._writer is not None
-        self._writer.store.wait()
+        assert self._saver is not None
         self._announce_saves()
         ended = self.state.step >= self.setup.total_steps or self._stopped_by_callback
         if self.state.step > 0 and ended:
-            self._writer.write_model(self.state)
+            self._saver.write_model(self.state)  # ★ modes that shard weights
 
     def _save(self) -> None:
-        """A checkpoint of the finished step; every rank contributes, the first one writes."""
+        """A checkpoint of the finished step; every rank writes what it holds."""
         setup, state = self.setup, self.state
         state.cursor, state.rng = setup.loader.state_dict(), capture_rng()
-        if not self.config.train.out:
+        if self._saver is None:
             return
         comm.enter("other")
-        state.rng = gather_rng(state.rng)  # ★
-        optimizer = setup.executor.optimizer_state()  # ★ modes that shard it
-        writer, stopped = self._writer, self.stop_reason if self._stopped_by_callback else None
-        on_first_rank(lambda: writer.save(state, optimizer, stopped=stopped) if writer else None, tag="save")  # ★
+        self._saver.save(state, stopped=self.stop_reason if self._stopped_by_callback else None)  # ★
         self._last_saved = state.step
 
     def _announce_saves(self) -> None:
@@ -304,9 +341,9 @@ class Trainer:
         else:  # nobody keeps it
             ledger.clear()
 
-    def _restore(self, snapshot: Snapshot) -> None:
-        restore(self.setup, snapshot)
-        state = snapshot.state
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        restore(self.setup, checkpoint)
+        state = checkpoint.state
         comm.begin_step(state["step"])
         comm.check_until(state["step"] + CHECKED_STEPS)
         self.state.step, self.state.epoch = state["step"], state["epoch"]
@@ -319,10 +356,17 @@ class Trainer:
         self._wants_stop = self._wants_stop or reason
 
     def _agree_on_stop(self) -> None:
-        """What this rank wants becomes what all do; only here, so that all leave the loop after the same step."""
-        self.stop_reason, self._stopped_by_callback = stop_reason(
-            self._wants_stop, by_callback=self._callback_wants_stop
+        """What this rank wants becomes what all do; only here, so that all leave the loop after the same step.
+
+        A checkpoint that every rank has written by now is published.
+        """
+        self.stop_reason, self._stopped_by_callback, written = stop_reason(
+            self._wants_stop,
+            by_callback=self._callback_wants_stop,
+            writing=self._saver is not None and self._saver.writing,
         )
+        if written and self._saver is not None:
+            self._saver.finish()  # ★
 
     def _call(self, hook: str, info: Any, *, loss: torch.Tensor | None = None) -> None:
         if not self.setup.callbacks:
@@ -343,6 +387,8 @@ def _compiled(
     """Model and loss as one graph, of fixed shapes, if ``train.compile`` asks for it."""
     if not config.train.compile:
         return function
+    limits: Any = torch._dynamo.config  # zero3 and fsdp2 cut at each layer: a graph a layer, with gradients and without
+    limits.recompile_limit = max(limits.recompile_limit, 4 * config.model.num_hidden_layers)
     return torch.compile(function, dynamic=False)
 
 
@@ -353,8 +399,11 @@ def _step_record(info: StepInfo) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _documents(batches: list[Batch], limit: int = 20) -> str:
-    ids = sorted({int(i) for batch in batches for i in batch.document_ids.unique() if i >= 0})
+def _documents(batches: list[Batch]) -> list[int]:
+    return sorted({int(i) for batch in batches for i in batch.document_ids.unique() if i >= 0})
+
+
+def _listed(ids: list[int], limit: int = 20) -> str:
     more = f" and {len(ids) - limit} more" if len(ids) > limit else ""
     return ", ".join(map(str, ids[:limit])) + more
 

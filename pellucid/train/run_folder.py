@@ -14,7 +14,7 @@ from pellucid.errors import ConfigError, DataError, StorageError
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 
-FIXED = ("model", "data", "strategy", "optim", "train.seed", "train.global_batch", "train.dtype")
+FIXED = ("model", "data", "strategy", "optim", "lora", "train.seed", "train.global_batch", "train.dtype")
 """What a resumed run may not change. Other keys may, at the price of bit-exactness where they alter the arithmetic."""
 
 

@@ -15,6 +15,7 @@ from pellucid.data.batches import Loader, Windows
 from pellucid.data.shards import TokenData
 from pellucid.errors import ConfigError, DataError
 from pellucid.model import Transformer
+from pellucid.model.lora import add_lora, lora_of
 from pellucid.optim import build_schedule
 from pellucid.optim.schedules import Schedule
 from pellucid.parallel import Executor, comm, create_executor
@@ -96,6 +97,8 @@ def prepare(
     entry = lookup("optimizer", config.optim.name)
     options = options_of("optimizer", config.optim.name, config.optim.options)
     optimizer: torch.optim.Optimizer = entry.target(model, config.optim.lr, options)
+    if config.parallel.reduction == "ordered":
+        _refuse_order(config, device)
     executor = _executor(config)
     dtype = resolve_dtype(config.train.dtype, device)
     if dtype == torch.float16:
@@ -178,11 +181,28 @@ def _executor(config: RunConfig) -> Executor:
     if size is not None and options.get(size) is None:
         options[size] = parallel.bucket_size_mb
     micro_batches = max(1, train.global_batch // (train.micro_batch * comm.world_size()))
-    return create_executor(parallel.mode, micro_batches, average=False, **options)
+    return create_executor(parallel.mode, micro_batches, average=False, reduction=parallel.reduction, **options)
+
+
+def _refuse_order(config: RunConfig, device: torch.device) -> None:
+    """`ConfigError` where the same bits on any number of ranks cannot be had; what depends on the mode, its executor refuses."""
+    ordered, threads = 'parallel.reduction "ordered"', torch.get_num_threads()
+    if device.type != "cpu":
+        raise ConfigError(
+            f"{ordered} holds on cpu, and train.device is {device}; "
+            'set train.device to "cpu", or parallel.reduction to "sum"'
+        )
+    if threads != 1:
+        raise ConfigError(
+            f"{ordered} needs one thread a rank, since kernels share work out by it, and this process has {threads}; "
+            "set OMP_NUM_THREADS=1 in the environment, for one process too"
+        )
 
 
 def _build_model(config: RunConfig, model: Transformer | None, data: TokenData | None) -> tuple[Transformer, RunConfig]:
     """The model to train, in float32, and the configuration with the model's own shape in it."""
+    if config.lora is not None and model is None and not config.train.init:
+        raise ConfigError("the table [lora] trains an adapter on a model that is there; name it with --init MODEL")
     vocab_size = data.vocab_size if data is not None else config.model.vocab_size
     if model is None and config.train.init:
         model = _initial_model(config, data)
@@ -190,6 +210,8 @@ def _build_model(config: RunConfig, model: Transformer | None, data: TokenData |
         shape = config.model if config.model.vocab_size else replace(config.model, vocab_size=vocab_size)
         generator = torch.Generator().manual_seed(config.train.seed)
         model = Transformer(shape, generator=generator)
+    if config.lora is not None:
+        add_lora(model, config.lora, generator=torch.Generator().manual_seed(config.train.seed))
     if data is not None and model.config.vocab_size < data.vocab_size:
         raise ConfigError(
             f"model.vocab_size {model.config.vocab_size} is smaller than the vocabulary of {config.data.path} "
@@ -206,6 +228,11 @@ def _build_model(config: RunConfig, model: Transformer | None, data: TokenData |
 
 def _initial_model(config: RunConfig, data: TokenData | None) -> Transformer:
     loaded = load_model(config.train.init, device="cpu", dtype="float32")
+    if lora_of(loaded.model) is not None:
+        raise ConfigError(
+            f"train.init {config.train.init} has an adapter, and a run starts from a model without one; merge it first: "
+            f"`pellucid export {config.train.init} --out MODEL`, then --init MODEL"
+        )
     if data is not None and loaded.tokenizer is not None and loaded.tokenizer.sha256 != data.tokenizer_sha256:
         raise DataError(
             f"{config.train.init} and {config.data.path} have different tokenizers; "
@@ -247,14 +274,17 @@ def plan_mode(
     """`plan` with the options that ``config.parallel`` has for a mode; arguments as there."""
     options = config.parallel.modes.get(mode)
     size = getattr(options, "bucket_size_mb", None) or getattr(options, "bucket_cap_mb", None)
-    reduce_dtype = getattr(options, "reduce_dtype", None)
+    reduce_dtype, compute_dtype = (getattr(options, key, None) for key in ("reduce_dtype", "compute_dtype"))
     return plan(
         parameters,
         mode=mode,
         world_size=world_size,
         micro_batches=micro_batches,
         bucket_size_mb=size or config.parallel.bucket_size_mb,
+        reduction=config.parallel.reduction,
         reduce_dtype=DTYPES[reduce_dtype] if reduce_dtype else None,
+        compute_dtype=DTYPES[compute_dtype] if compute_dtype else None,
+        reshard_after_forward=getattr(options, "reshard_after_forward", True),
     )
 
 

@@ -182,7 +182,7 @@ def test_an_out_file_of_something_else_is_refused(
     source, out = write_lines(tmp_path / "in.jsonl", REQUESTS[:2]), tmp_path / "out.jsonl"
     command = ["generate", str(model), "--prompts", str(source), "--out", str(out), *GREEDY]
     for content, message in [
-        ("poems\n\n", ":1: not a result of `pellucid generate`"),
+        ("poems\n\n", ":1: not a result of this command"),
         ('{"id": "z"}\n', ":1: id 'z' (sample 0)"),
     ]:
         out.write_text(content)

@@ -9,10 +9,13 @@ import torch
 from small_models import make_folder, make_tokenizer, spoil
 from test_eval_command import make_data
 
+from pellucid.checkpoint.files import write_json, write_tensors
 from pellucid.checkpoint.model_folder import load_model, model_files, weights_of
-from pellucid.checkpoint.store import CheckpointStore, Snapshot
+from pellucid.checkpoint.reshard import part_name, write_parts
+from pellucid.checkpoint.store import CheckpointStore, Write, write_files, writing_bytes
 from pellucid.cli import main
 from pellucid.config import run_config, to_toml
+from pellucid.parallel.parts import Part, weight_shapes
 
 
 def inspect(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, Any]:
@@ -42,12 +45,17 @@ def make_run(folder: Path) -> Path:
     model = load_model(make_folder(folder / "model")).model
     store = CheckpointStore(folder / "checkpoints")
     for step in (10, 20):
-        store.save(
-            Snapshot(
-                step=step, model=weights_of(model), optimizer={"a/exp_avg": torch.ones(3)}, rng={"torch": torch.zeros(2)},
-                state={"step": step, "epoch": 1, "world_size": 1}, model_files=model_files(model, make_tokenizer()),
-            )
-        )  # fmt: skip
+        contents = model_files(model.config, weight_shapes(model), make_tokenizer())
+        writes: dict[str, Write] = {name: writing_bytes(data) for name, data in contents.items()}
+        for rank in range(2):
+            part = Part("a/exp_avg", (3,), 2 * rank, torch.ones(2 - rank))
+            writes[part_name(rank, 2)] = lambda path, part=part: write_parts(path, [part], whole=False)
+        writes["model.safetensors"] = lambda path: write_tensors(path, weights_of(model))
+        writes["rng.safetensors"] = lambda path: write_tensors(path, {"torch": torch.zeros(2)})
+        state = {"step": step, "epoch": 1, "world_size": 2}
+        writes["state.json"] = lambda path, state=state: write_json(path, state)
+        temporary = store.begin(step)
+        store.publish(temporary, step, write_files(temporary, writes))
     lines = [{"event": "step", "step": n, "loss": 3.0 / n} for n in range(1, 21)]
     lines.append({"event": "validation", "step": 20, "loss": 0.5, "tokens": 99})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -96,9 +104,10 @@ def test_a_run_and_its_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture
     checkpoint = run / "checkpoints" / "step_00000010"
     facts = inspect(capsys, checkpoint)
     assert facts["kind"] == "checkpoint" and facts["step"] == 10 and facts["epoch"] == 1
-    flip(checkpoint / "optimizer.safetensors")
-    assert "step_00000010/optimizer.safetensors" in refused(capsys, checkpoint)
-    assert "step_00000010/optimizer.safetensors" in refused(capsys, run)
+    assert facts["optimizer_files"] == 2 and facts["optimizer_tensors"] == 1
+    flip(checkpoint / "optimizer-00002-of-00002.safetensors")
+    assert "step_00000010/optimizer-00002-of-00002.safetensors" in refused(capsys, checkpoint)
+    assert "step_00000010/optimizer-00002-of-00002.safetensors" in refused(capsys, run)
 
 
 def test_an_incomplete_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,15 +38,17 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return captured.err
 
 
-def test_json_has_what_the_contract_says_and_no_more(capsys):
+def test_json_has_what_the_contract_says_and_the_buffers(capsys):
     facts = planned(capsys, *SMALL, "--world-size", "4", "--link", "25Gbit/s,50us")
     assert set(facts) == {"parameters", "world_size", "modes"}
     assert (facts["parameters"], facts["world_size"]) == (PARAMETERS, 4)
-    assert set(facts["modes"]) >= {"ddp", "zero1", "torch_ddp"} and "none" not in facts["modes"]
+    assert (
+        set(facts["modes"]) >= {"ddp", "zero1", "zero2", "zero3", "fsdp2", "torch_ddp"} and "none" not in facts["modes"]
+    )
     for mode in facts["modes"].values():
         assert set(mode) == {
             "weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes_estimate", "step", "wire_bytes",
-            "padding_bytes", "seconds_at",
+            "padding_bytes", "seconds_at", "scratch_bytes",
         }  # fmt: skip
         assert set(mode["seconds_at"]) == {"100Gbit/s", "10Gbit/s", "1Gbit/s", "25Gbit/s,50us"}
         for row in mode["step"]:
@@ -58,6 +60,9 @@ def test_memory_and_bytes_are_those_of_the_formulas(on_four_ranks):
     modes = on_four_ranks["modes"]
     config = load_config(SMALL[0], SETTINGS)
     scalars = 8 * 16 + 256  # a few numbers, and a byte a parameter tensor
+    rows = modes["zero3"]
+    held = rows["weights_bytes"] + rows["gradients_bytes"] + rows["optimizer_bytes"]
+    assert held == pytest.approx(4 * BYTES / 4, rel=0.01) and 0 < rows["scratch_bytes"] <= 2 * BYTES
     for mode, state in (("ddp", 2 * BYTES), ("torch_ddp", 2 * BYTES), ("zero1", 2 * BYTES / 4)):
         held = modes[mode]
         assert held["weights_bytes"] == BYTES

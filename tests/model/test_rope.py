@@ -129,3 +129,17 @@ def test_shifting_all_positions_leaves_the_logits_unchanged(qk_norm: bool) -> No
         here = model(tokens, positions).logits
         torch.testing.assert_close(model(tokens, positions + 20).logits, here, rtol=1e-4, atol=1e-4)
         assert not torch.allclose(model(tokens, positions * 2).logits, here, atol=1e-2)
+
+
+def test_in_float64_nothing_is_rounded_to_float32() -> None:
+    x = torch.randn(1, 5, 2, 8, dtype=torch.float64, requires_grad=True)
+    cos, sin = (torch.randn(1, 5, 4) for _ in range(2))
+    first, second = x.chunk(2, dim=-1)
+    wide_cos, wide_sin = cos.double().unsqueeze(-2), sin.double().unsqueeze(-2)
+    expected = torch.cat([first * wide_cos - second * wide_sin, second * wide_cos + first * wide_sin], dim=-1)
+    turned = rotate(x, cos, sin)
+    torch.testing.assert_close(turned, expected, rtol=1e-14, atol=1e-14)
+    weight = torch.randn_like(expected)
+    (ours,) = torch.autograd.grad((turned * weight).sum(), x)
+    (theirs,) = torch.autograd.grad((expected * weight).sum(), x)
+    torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-14)

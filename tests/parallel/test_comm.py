@@ -199,12 +199,14 @@ def issue(op, numel):
         return comm.reduce_scatter(full, shard, tag=op)
     if op == "all_gather":
         return comm.all_gather(shard, full, tag=op)
+    if op == "all_to_all":
+        return comm.all_to_all(full, torch.empty(numel), tag=op)
     if op == "gather":
         return comm.gather(shard, full if me == 0 else None, tag=op)
     return comm.broadcast(full, tag=op, src=1)
 
 
-OPS = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "gather"]
+OPS = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "gather"]
 
 
 def count_each(numel):

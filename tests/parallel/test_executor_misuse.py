@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from support import run_ranks
+from support import run_ranks, whole_weights
 
 from pellucid.errors import CheckpointError, ConfigError, TrainingError
 from pellucid.parallel import DDP, ShardedOptimizer, comm, create_executor
@@ -29,7 +29,7 @@ def norm_alone() -> float:
     return float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
 
 
-@pytest.mark.parametrize("mode", ["ddp", "zero1", "torch_ddp"])
+@pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2", "zero3", "fsdp2", "torch_ddp"])
 def test_the_norm_is_the_global_one_whenever_it_is_asked(mode: str) -> None:
     def run() -> list[float]:
         bare = net()
@@ -44,7 +44,7 @@ def test_the_norm_is_the_global_one_whenever_it_is_asked(mode: str) -> None:
         assert norms == pytest.approx([expected, expected], rel=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "zero1", "torch_ddp"])
+@pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2", "zero3", "fsdp2", "torch_ddp"])
 def test_an_optimizer_with_a_parameter_of_another_model_is_refused(mode: str) -> None:
     def run() -> str:
         with pytest.raises(ConfigError) as caught:
@@ -54,7 +54,7 @@ def test_an_optimizer_with_a_parameter_of_another_model_is_refused(mode: str) ->
     assert all("not the model's" in said for said in run_ranks(run, 2))
 
 
-@pytest.mark.parametrize("mode", ["ddp", "zero1"])
+@pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2", "zero3"])
 def test_clipping_inside_a_window_does_nothing(mode: str) -> None:
     def run() -> list[float]:
         bare = net()
@@ -72,7 +72,7 @@ def test_clipping_inside_a_window_does_nothing(mode: str) -> None:
     assert first == second and first[0] == 0.0 and first[1] > 0.01
 
 
-@pytest.mark.parametrize("mode", ["ddp", "zero1", "torch_ddp"])
+@pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2", "zero3", "fsdp2", "torch_ddp"])
 def test_a_step_without_accumulate_finishes_by_itself(mode: str) -> None:
     def train(executor_of: str) -> list[float]:
         bare = net()
@@ -82,14 +82,14 @@ def test_a_step_without_accumulate_finishes_by_itself(mode: str) -> None:
             executor.backward(model(rows(step)).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-        return torch.cat([p.detach().reshape(-1) for p in bare.parameters()]).tolist()
+        return torch.cat([torch.tensor(w).reshape(-1) for w in whole_weights(executor)]).tolist()
 
     expected = train("none")
     for weights in run_ranks(lambda: train(mode), 2):
         assert weights == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "zero1"])
+@pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2", "zero3"])
 def test_a_parameter_unfrozen_after_wrapping_is_refused(mode: str) -> None:
     def run() -> str:
         bare = net()
@@ -128,7 +128,7 @@ def test_a_sharded_optimizer_keeps_its_state_to_itself() -> None:
         ddp = create_executor("ddp")
         ddp.prepare(bare, ShardedOptimizer(bare.parameters(), torch.optim.SGD, lr=0.1))
         with pytest.raises(CheckpointError) as caught:
-            ddp.optimizer_state()
+            list(ddp.optimizer_parts())
         said.append(str(caught.value))
         other = net()
         with pytest.raises(ConfigError) as refused:

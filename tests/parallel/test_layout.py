@@ -232,14 +232,15 @@ def test_chunks_keep_types_apart_and_close_before_the_limit():
 # -- what a layout is told of a model -----------------------------------------------------------------------
 
 
-def test_infos_are_those_of_the_trainable_parameters_in_order_each_once():
+def test_infos_are_those_of_the_parameters_in_order_each_once_and_say_which_are_frozen():
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False))
     model[2].weight = model[0].weight
     model[1].bias.requires_grad_(False)
     infos = parameter_infos(model.to(torch.bfloat16))
-    assert [(one.name, one.shape, one.num_bytes, one.elementwise) for one in infos] == [
-        ("0.weight", (7, 4), 56, True), ("1.weight", (4, 4), 32, True),
+    assert [(one.name, one.shape, one.num_bytes, one.unit, one.trainable) for one in infos] == [
+        ("0.weight", (7, 4), 56, "", True), ("1.weight", (4, 4), 32, "1", True), ("1.bias", (4,), 8, "1", False),
     ]  # fmt: skip
+    assert all(one.elementwise for one in infos)
 
 
 class Rotates(torch.optim.SGD):

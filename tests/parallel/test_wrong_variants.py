@@ -7,12 +7,17 @@ import torch
 from support import run_ranks
 from test_modes import check_equals_one_process
 from torch import nn
+from variants import (
+    a_shard_is_forgotten,
+    buffer_is_the_gradient_of_a_lone_tensor,
+    nothing_is_reduced,
+    rates_do_not_arrive,
+)
 
 from pellucid.parallel import comm, create_executor, ddp, zero
 from pellucid.parallel.bucket import Reducer
 from pellucid.parallel.executor import Executor
 from pellucid.parallel.modes import DDPExecutor
-from pellucid.parallel.zero import Zero1Executor
 
 SIZE, STEPS, MICRO_BATCHES, ROWS = 3, 4, 2, 12
 EACH_PARAMETER = 1e-6
@@ -113,11 +118,6 @@ def test_the_modes_as_they_are_pass(mode, average, optimizer, max_norm):
 # -- wrong everywhere ---------------------------------------------------------------------------------------
 
 
-def nothing_is_reduced(patch):
-    patch.setattr(Reducer, "_hook", lambda self, bucket, i: lambda parameter: None)
-    patch.setattr(ddp.DDP, "finish_gradient_sync", lambda self: None)
-
-
 def scaled_by(factor, patch):
     """``factor(W)`` where 1/W is right."""
     for module in (ddp, zero):
@@ -157,42 +157,7 @@ def clipped_before_the_sum(patch):
     patch.setattr(Executor, "clip_grad_norm_", lambda self, max_norm: self.grad_norm())
 
 
-def buffer_is_the_gradient_of_a_lone_tensor(patch):
-    """Where a bucket holds one tensor the copy is saved, and what is sent is no longer what is filled."""
-    fill = Reducer._fill
-
-    def aliased(parameter, view):
-        if view.untyped_storage().nbytes() == view.nbytes:
-            view.set_(parameter.grad)
-        else:
-            fill(parameter, view)
-
-    patch.setattr(Reducer, "_fill", staticmethod(aliased))
-
-
 # -- wrong where the optimizer is sharded -------------------------------------------------------------------
-
-
-def rates_do_not_arrive(patch):
-    hand_over = Zero1Executor._hand_over
-
-    def into_one_of_its_own(self):
-        hand_over(self)
-        self.optimizer = type(self.optimizer)([dict(group) for group in self.optimizer.param_groups])
-
-    patch.setattr(Zero1Executor, "_hand_over", into_one_of_its_own)
-
-
-def a_shard_is_forgotten(patch):
-    hand_over = Zero1Executor._hand_over
-
-    def all_but_one(self):
-        hand_over(self)
-        if self.rank == SIZE - 1:
-            for group in self.optimizer.param_groups:
-                group["params"] = group["params"][:-1]
-
-    patch.setattr(Zero1Executor, "_hand_over", all_but_one)
 
 
 BOTH, DDP_ONLY, ZERO_ONLY = ("ddp", "zero1"), ("ddp",), ("zero1",)

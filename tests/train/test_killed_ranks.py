@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from support import TINY, outcome_of, tiny_config, windows
+from support import TINY, outcome_of, tensors_of, tiny_config, windows
 
 from pellucid import launch
 from pellucid.checkpoint import files
@@ -122,12 +122,15 @@ def assert_same(out, expected):
 
 
 def assert_ledgers_fit(out, whole):
-    """No step's lines are torn, there twice, or other than those of the unbroken run. (Those not yet written are lost.)"""
+    """No step's lines are torn, there twice, or other than those of the unbroken run. (Those not yet written are lost.)
+
+    But for those of saves: in which step a checkpoint written in the background is published, is a matter of time.
+    """
 
     def steps(folder, rank):
         lines = map(json.loads, (folder / f"ledger/rank{rank:05d}.jsonl").read_text().splitlines())
         by_step = groupby((line for line in lines if 1 <= line["step"] < 6), key=lambda line: line["step"])
-        return [(step, [line["tag"] for line in own]) for step, own in by_step]
+        return [(step, [line["tag"] for line in own if not line["tag"].startswith("save")]) for step, own in by_step]
 
     for rank in range(2):
         found, expected = steps(out, rank), dict(steps(whole, rank))
@@ -157,8 +160,8 @@ def unbroken(tmp_path_factory):
     [
         # the writer, in its second checkpoint, which the other rank waits for
         ("ddp", False, [Death(0, "operation", 31)]),
-        # the other one: in step 3, and while the writer writes in the background
-        ("zero1", True, [Death(1, "call", 18), Death(1, "operation", 12)]),
+        # the other one: in step 5, when the checkpoint of step 2 is published for sure, and while both write the next one
+        ("zero1", True, [Death(1, "call", 32), Death(1, "operation", 12)]),
     ],
     ids=MODES,
 )
@@ -186,11 +189,15 @@ def test_killed_at_random_until_it_is_done(tmp_path, unbroken, mode, background,
     duration = time.monotonic() - begin  # of this machine, today
     longest = {"call": NUM_HOOKS, "operation": NUM_OPERATIONS}
     out, deaths, ended = tmp_path / "run", 0, None
-    for _ in range(6):
+    for attempt in range(30):
         moment = rng.choice(["call", "operation", "seconds"])
         n = rng.uniform(0, duration) if moment == "seconds" else rng.randint(1, longest[moment])
         ended = live(out, mode, Death(rng.randrange(2), moment, n), train__async_save=background)
         deaths += ended is None
+        if attempt >= 5 and deaths:
+            break
+        if not deaths:  # it was done before it could die: a rank has fewer operations than the other, a clock is late
+            shutil.rmtree(out)
     live(out, mode, train__async_save=background)
     assert deaths >= 1
     whole, expected = unbroken[mode]
@@ -259,8 +266,7 @@ def test_under_torchrun_a_run_whose_ranks_are_killed_goes_on_by_itself_from_the_
     results = [[], []]
     for out, result in zip(("whole", "killed"), results, strict=True):
         last = tmp_path / out / "checkpoints/step_00000006"
-        for name in ("model", "optimizer", "rng"):
-            result += sorted((key, value.tolist()) for key, value in load_file(last / f"{name}.safetensors").items())
+        result += sorted((key, value.tolist()) for key, value in tensors_of(last).items())
         for record in map(json.loads, (tmp_path / out / "metrics.jsonl").read_text().splitlines()):
             result.append({k: v for k, v in record.items() if k not in ("time", "seconds", "tokens_per_s")})
         result.append((tmp_path / out / "model/model.safetensors").read_bytes())

@@ -117,7 +117,9 @@ def test_killed_at_twenty_random_times(tmp_path, unbroken):
     assert fork(lambda: run(tmp_path / "timed", resume=False)) == 0
     duration = time.monotonic() - begin
     kills = 0
-    for case in range(20):
+    for case in range(80):  # on a busy machine many are too late
+        if kills >= 20:
+            break
         out = tmp_path / str(case)
         for _ in range(3):  # killed up to three times in one life
             pid = os.fork()
