@@ -253,10 +253,9 @@ def reduce_scatter(
 
     def add_up() -> None:
         for came, part in zip(received, shards, strict=True):
-            total = part if mine == 0 else came[0]
-            if total.data_ptr() != came[0].data_ptr():
-                total.copy_(came[0])
-            for row in came[1:]:
+            # ``part`` may be this rank's own row, which must not be written before it has been added
+            total = torch.add(came[0], came[1], out=part if mine < 2 else came[0])
+            for row in came[2:]:
                 total.add_(row)
             if total is not part:
                 part.copy_(total)

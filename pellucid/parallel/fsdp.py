@@ -55,6 +55,8 @@ class FSDP(nn.Module):
             biases, follow. Gradients are summed in the parameters' own type. None: that of each parameter.
         process_group: the ranks to shard over; None is all.
         average: multiply gradients by 1/W before the sum; False sums.
+        reshard_after_forward: free a unit's weights after its forward, and gather them again for backward. False keeps them
+            between the two: a third less is sent, and every rank holds whole weights for that time.
 
     Raises:
         ConfigError: wrapped twice, sparse gradients, nothing to train, gradients that are there already, hooks on those of
@@ -71,6 +73,7 @@ class FSDP(nn.Module):
         process_group: dist.ProcessGroup | None = None,
         *,
         average: bool = True,
+        reshard_after_forward: bool = True,
     ) -> None:
         super().__init__()
         _refuse_wrapped(module)
@@ -78,6 +81,7 @@ class FSDP(nn.Module):
         refuse_gradients(module)
         refuse_hooks({name: p for name, p in module.named_parameters() if p.ndim >= 2})
         self.module, self.group, self.average = module, process_group, average
+        self.reshard_after_forward = reshard_after_forward
         self.rank, self.world_size = comm.rank(process_group), comm.world_size(process_group)
         compare_modules(module, process_group)
         broadcast_module(module, process_group)
@@ -263,7 +267,10 @@ class FSDP(nn.Module):
             return
         self._inside = False
         for unit in self.units[1:]:
-            unit.release(stand_in=False)  # gathered ahead, and not used
+            if unit.num_uses and not self.reshard_after_forward:
+                unit.show_rows()
+            else:
+                unit.release(stand_in=False)  # gathered ahead, and not used
         if not torch.is_grad_enabled():
             self.root.release(stand_in=False)
         self.root.show_rows()  # a caller may now drop gradients, or save: of rows
@@ -303,7 +310,10 @@ class FSDP(nn.Module):
         if self._backward_runs():
             return
         unit.refuse_changed("in forward")
-        unit.release(stand_in=self._inside)
+        if unit.num_uses and not self.reshard_after_forward:
+            unit.show_rows(stand_in=self._inside)
+        else:
+            unit.release(stand_in=self._inside)
 
     def _watch_outputs(self, unit: Unit, output: Any) -> bool:
         """Gather again when the gradient of an output is there; returns whether there can be one."""

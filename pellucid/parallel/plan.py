@@ -121,7 +121,7 @@ def plan(
         mode = "none"
     if mode in ("zero3", "fsdp2"):
         return _by_rows(
-            mode, list(parameters), world_size, micro_batches, compute_dtype, mode == "zero3" or reshard_after_forward
+            mode, list(parameters), world_size, micro_batches, compute_dtype, reshard_after_forward
         )
     trainable = [info for info in parameters if info.trainable]
     planned = _PLANS[mode](trainable, world_size, micro_batches, int(bucket_size_mb * MIB), reduce_dtype)
@@ -249,7 +249,7 @@ def _by_rows(
     first = next((i for i, info in enumerate(infos) if info.trainable), len(infos))
     # no gradient reaches what lies before the first trainable parameter; torch's engine gathers it all the same
     unreached = {i.unit for i in infos[:first]} - {i.unit for i in infos[first:]} if mode == "zero3" else set()
-    rows, sizes, padding = [], {"root": 0}, 0
+    rows, sizes, padding, kept = [], {"root": 0}, 0, 0
     for path, members in units.items():
         gathered, spare = _sections(members, world_size, dtype)
         trained = [info for info in members if info.trainable]
@@ -263,6 +263,7 @@ def _by_rows(
             sent = _row(f"grad/{path}", "reduce_scatter", micro_batches * reduced, trained[0].dtype, world_size)
             rows.append(replace(sent, count=micro_batches))
         sizes[path] = gathered + reduced
+        kept += gathered if path != "root" and not reshard else 0
         padding += micro_batches * (passes * spare + spare_reduced)
     rows += [_row(f"grad/bucket{b.index}", "all_reduce", b.num_bytes, b.dtype, world_size) for b in layouts]
     rows += _small(sum(info.trainable for info in infos) if mode == "zero3" else 0, world_size)
@@ -286,7 +287,7 @@ def _by_rows(
         padding,
         tuple(rows),
         _buckets(layouts) + _unit_buckets(units, rows, micro_batches),
-        root + sum(others[:2]),
+        root + max(sum(others[:2]), kept),
     )
 
 

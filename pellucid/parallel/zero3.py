@@ -23,6 +23,8 @@ class Zero3Options:
 
     compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Gather weights in this type, and compute in it; "none": in that of the weights."""
+    reshard_after_forward: bool = True
+    """Free a layer's weights after its forward, and gather them again in backward."""
 
 
 @register("mode", "zero3", config=Zero3Options)
@@ -34,7 +36,7 @@ class Zero3Executor(RowExecutor):
     def _wrap(self, model: nn.Module) -> nn.Module:
         self._refuse_optimizer("zero3")
         dtype = getattr(torch, self.options.compute_dtype) if self.options.compute_dtype else None
-        self.fsdp = FSDP(model, dtype, average=self.average)
+        self.fsdp = FSDP(model, dtype, average=self.average, reshard_after_forward=self.options.reshard_after_forward)
         sharded = {p.name: p for p in self.fsdp.sharded}
         self.rows = [
             Rows(

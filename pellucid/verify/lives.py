@@ -28,7 +28,7 @@ from pellucid.verify.moments import Moment, Moments
 from pellucid.verify.shrink import ROWS, TIMEOUT_S, generated_windows, shrink
 
 STAYING_STEPS, MOVING_STEPS, SAVE_EVERY = 6, 4, 2
-GRACE_S = 0.3
+GRACE_S = 0.05
 """For the ranks that outlive one that was killed; what they are in the middle of then is cut off, too."""
 STDERR = 2
 DROPOUT = 0.1

@@ -149,7 +149,7 @@ def verify_resume(
     """Kill runs of the shrunk configuration and go on with them, where they were and elsewhere.
 
     In the same place: with dropout, killed once at a moment that ``seed`` draws and once between two steps. Elsewhere:
-    without dropout, from a checkpoint of each place (mode and 1 to ``max_ranks`` ranks).
+    without dropout, from a checkpoint of each place (a mode and 1, 2 or ``max_ranks`` ranks).
 
     Args:
         modes: registered names beside ``none``; None: all.
@@ -172,7 +172,7 @@ def verify_resume(
             same.append(_stay(plan_lives(config, place.ranks, stays=True), place, root / f"same {place}", seed))
             report(same[-1])
         refusing = {one.place.mode for one in same if one.skipped}
-        sizes = range(2, max_ranks + 1)
+        sizes = range(2, max_ranks + 1) if everything else sorted({2, max_ranks})
         places = [Place("none", 1), *(Place(m, size) for m in chosen if m not in refusing for size in sizes)]
         crossings = cross(plan, places, root, everything=everything)
     return ResumeProof(same, crossings, places, bound(plan.config.model, "fp32"))

@@ -161,6 +161,28 @@ def test_whole_weights_of_a_layer_are_there_only_while_it_computes():
     assert run_ranks(rank, 2) == [expected, expected], "one layer, and the next one ahead"
 
 
+def test_kept_gathered_from_forward_to_backward_a_third_less_is_sent_and_the_steps_are_the_same():
+    def rank():
+        model = stack()
+        wrapped = FSDP(model, reshard_after_forward=False)
+        train(model, wrapped)
+        with comm.record() as ledger:
+            train(model, wrapped, steps=1)
+        there = [p.padded.untyped_storage().nbytes() for p in wrapped.sharded]
+        with torch.no_grad():
+            wrapped(data(0))
+        there += [p.padded.untyped_storage().nbytes() for p in wrapped.sharded]
+        return [whole(wrapped), [e.tag for e in ledger.events if e.op == "all_gather"], there]
+
+    alone = stack()
+    train(alone, alone)
+    train(alone, alone, steps=1)
+    ranks = run_ranks(rank, 3)
+    assert_equal([weights for weights, *_ in ranks], alone)
+    assert ranks[0][1] == ["param/root/forward", *(f"param/layers.{i}/forward" for i in range(3))]
+    assert not any(ranks[0][2]), "free after a step, and after evaluation"
+
+
 def test_the_next_unit_is_asked_for_before_the_one_at_hand_has_computed():
     """By launches: from the second step on a layer's gather is issued when the layer before it begins."""
 

@@ -94,6 +94,7 @@ def test_an_ordinary_step_sends_what_was_planned(tmp_path, mode, size, sizes_mb)
     [
         ("zero3", {}),
         ("zero3", {"compute_dtype": "bfloat16"}),
+        ("zero3", {"reshard_after_forward": False}),
         ("fsdp2", {}),
         ("fsdp2", {"reshard_after_forward": False}),
     ],
