@@ -120,9 +120,7 @@ def plan(
     if world_size == 1:
         mode = "none"
     if mode in ("zero3", "fsdp2"):
-        return _by_rows(
-            mode, list(parameters), world_size, micro_batches, compute_dtype, reshard_after_forward
-        )
+        return _by_rows(mode, list(parameters), world_size, micro_batches, compute_dtype, reshard_after_forward)
     trainable = [info for info in parameters if info.trainable]
     planned = _PLANS[mode](trainable, world_size, micro_batches, int(bucket_size_mb * MIB), reduce_dtype)
     frozen = sum(info.num_bytes for info in parameters if not info.trainable)

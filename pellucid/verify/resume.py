@@ -172,8 +172,8 @@ def verify_resume(
             same.append(_stay(plan_lives(config, place.ranks, stays=True), place, root / f"same {place}", seed))
             report(same[-1])
         refusing = {one.place.mode for one in same if one.skipped}
-        sizes = range(2, max_ranks + 1) if everything else sorted({2, max_ranks})
-        places = [Place("none", 1), *(Place(m, size) for m in chosen if m not in refusing for size in sizes)]
+        crossed = range(2, max_ranks + 1) if everything else sorted({2, max_ranks})
+        places = [Place("none", 1), *(Place(m, size) for m in chosen if m not in refusing for size in crossed)]
         crossings = cross(plan, places, root, everything=everything)
     return ResumeProof(same, crossings, places, bound(plan.config.model, "fp32"))
 
