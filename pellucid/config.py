@@ -456,6 +456,17 @@ def to_table(config: Any) -> dict[str, Any]:
     return table
 
 
+def flat_table(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested table by dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat |= flat_table(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
 def to_toml(config: Any, *, docs: bool = False) -> str:
     """A config as TOML text that `load_config` reads back equal; with ``docs`` each key's docstring above it."""
     lines: list[str] = []

@@ -59,7 +59,10 @@ class RankError(PellucidError):
         rank: the rank that failed first; None where it is not one rank's fault.
         traceback: of that rank, as text; empty where there is none.
         error: the name of its exception's class or of the signal that killed it.
+        interrupted: whether the launcher got a signal as well; set by it.
     """
+
+    interrupted = False
 
     def __init__(
         self, message: str, *, rank: int | None = None, traceback: str = "", error: str = "", exit_code: int = 1

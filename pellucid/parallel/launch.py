@@ -252,7 +252,9 @@ def _raise_failure(ranks: list[_Rank], *, interrupted: bool) -> None:
             raise KeyboardInterrupt
     if failed and (causes or not interrupted):
         failure, number = min(causes or failed, key=lambda pair: pair[0].time)
-        raise failure.to_error(number)
+        error = failure.to_error(number)
+        error.interrupted = interrupted
+        raise error
 
 
 def _result(rank: _Rank) -> Any:

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pellucid.config import RunConfig, options_of
 from pellucid.errors import ConfigError
+from pellucid.model import Transformer
 from pellucid.model.lora import add_lora
 from pellucid.parallel import comm
 from pellucid.parallel.layout import ParameterInfo, parameter_infos
@@ -72,10 +73,11 @@ def estimate(setup: Setup) -> Estimate:
     seconds = None
     if setup.device.type == "cpu":
         speed = matmul_gflops(setup.dtype) * 1e9 * EFFICIENCY
-        seconds = setup.total_steps * tokens / comm.world_size() * setup.model.flops_per_token(context) / speed
+        whole = Transformer(config.model, device="meta")  # a rank may hold rows alone
+        seconds = setup.total_steps * tokens / comm.world_size() * whole.flops_per_token(context) / speed
     kind = str(setup.dtype).removeprefix("torch.")
     return Estimate(
-        parameters=setup.model.num_parameters(),
+        parameters=sum(math.prod(shape) for shape, _ in setup.executor.weight_shapes().values()),
         state_bytes=_state_bytes(config),
         activation_bytes=peak_activation_bytes(
             config, strategy=setup.strategy, device=setup.device, documents=_documents_in_a_row(setup)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pellucid.checkpoint import files
-from pellucid.config import RunConfig, load_config, to_table, to_toml
+from pellucid.config import RunConfig, flat_table, load_config, to_table, to_toml
 from pellucid.errors import ConfigError, DataError, StorageError
 
 CONFIG = "config.toml"
@@ -57,7 +57,7 @@ class RunFolder:
         """`ConfigError` if ``config`` differs from the run's own in a key that resuming cannot change; names it."""
         if not (self.path / CONFIG).exists():
             return
-        old, new = _flat(to_table(load_config(self.path / CONFIG))), _flat(to_table(config))
+        old, new = flat_table(to_table(load_config(self.path / CONFIG))), flat_table(to_table(config))
         for key in sorted(old.keys() | new.keys()):
             fixed = any(key == name or key.startswith(name + ".") for name in FIXED)
             if fixed and old.get(key) != new.get(key) and key != "data.path":
@@ -126,13 +126,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items() if inner is not None}
     return value
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

@@ -18,6 +18,7 @@ from pellucid.registry import load_plugins
 from pellucid.train import Callback, Trainer
 from pellucid.verify.certificate import bound
 from pellucid.verify.lives import SAVE_EVERY, Place, Plan, checkpoint_at, error_text, farthest, samples, start
+from pellucid.verify.measure import train_to_the_end
 from pellucid.verify.shrink import TIMEOUT_S
 
 STRIDE = 5
@@ -91,7 +92,7 @@ def _make_sources(plan: Plan, places: list[Place], root: Path) -> None:
     torch.set_num_threads(1)
     load_plugins(plan.config.plugins)
     for place in places:
-        start(plan, place, root / "from" / str(place), []).train(resume=True)
+        train_to_the_end(start(plan, place, root / "from" / str(place), []), resume=True)
 
 
 def _go_on(plan: Plan, pairs: list[tuple[Place, Place]], root: Path) -> None:
@@ -104,7 +105,7 @@ def _go_on(plan: Plan, pairs: list[tuple[Place, Place]], root: Path) -> None:
             _borrow(root / "from" / str(source), out)
         comm.barrier(tag="verify/borrowed")
         loaded = _Loaded(checkpoint_at(out, SAVE_EVERY).optimizer)
-        start(plan, target, out, [loaded]).train(resume=True)
+        train_to_the_end(start(plan, target, out, [loaded]), resume=True)
         told = {"different": loaded.different, "held": loaded.held}
         (out / f"loaded{comm.rank()}.json").write_text(json.dumps(told), encoding="utf-8")
 

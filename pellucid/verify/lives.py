@@ -23,7 +23,7 @@ from pellucid.registry import load_plugins
 from pellucid.train import Callback, Trainer
 from pellucid.train.callbacks import BatchInfo
 from pellucid.verify.certificate import bound
-from pellucid.verify.measure import run_reference
+from pellucid.verify.measure import run_reference, train_to_the_end
 from pellucid.verify.moments import Moment, Moments
 from pellucid.verify.shrink import ROWS, TIMEOUT_S, generated_windows, shrink
 
@@ -109,6 +109,8 @@ def live(plan: Plan, place: Place, out: Path, kill: Moment | None = None) -> End
         )  # fmt: skip
     except RankError as error:
         if kill is not None and error.error == "SIGKILL" and error.rank == kill.rank:
+            if error.interrupted:  # the death was wanted, the signal is a person's
+                raise KeyboardInterrupt from error
             return None
         if error.error == ConfigError.__name__:
             raise ConfigError(str(error)) from error
@@ -125,7 +127,7 @@ def _life(plan: Plan, place: Place, out: Path, kill: Moment | None) -> list[tupl
     moments = Moments(kill)
     with moments.watch():
         trainer = start(plan, place, out, [moments])
-        trainer.train(resume=True)
+        train_to_the_end(trainer, resume=True)
     return [(moment.kind, moment.rank, moment.number, moment.what) for moment in moments.seen]
 
 

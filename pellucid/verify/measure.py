@@ -78,11 +78,22 @@ def run_reference(config: RunConfig, dtype: str, ranks: int) -> Reference:
     try:
         trainer = _trainer(one_process(config), dtype, generated_windows(config, ranks), _OneProcess(reference))
         reference.initial = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-        trainer.train()
+        train_to_the_end(trainer)
     finally:
         torch.set_num_threads(threads)
     reference.weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     return reference
+
+
+def train_to_the_end(trainer: Trainer, *, resume: bool = False) -> None:
+    """A run that a signal ends early would save and be content; a proof must not take it for a whole one.
+
+    Raises:
+        KeyboardInterrupt: a signal came.
+    """
+    trainer.train(resume=resume)
+    if trainer.stop_reason is not None:
+        raise KeyboardInterrupt
 
 
 def run_mode(config: RunConfig, mode: str, reference: Reference) -> RankResult:
@@ -102,7 +113,7 @@ def run_mode(config: RunConfig, mode: str, reference: Reference) -> RankResult:
         raise ModeRefusedError(str(error)) from error
     ledger = _KeptLedger()
     with comm.record(ledger):
-        trainer.train()
+        train_to_the_end(trainer)
     for name, weight in trainer.setup.executor.weights():
         if weight is not None:
             shape = tuple(weight.shape)

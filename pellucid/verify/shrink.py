@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pellucid.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig, to_table
+from pellucid.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig, flat_table, to_table
 from pellucid.data.batches import Windows, permute
 from pellucid.data.shards import IntArray, Split
 
@@ -54,7 +54,7 @@ def one_process(config: RunConfig) -> RunConfig:
 
 def changes(before: RunConfig, after: RunConfig) -> list[tuple[str, Any, Any]]:
     """The keys in which two configurations differ, as ``(dotted key, before, after)``."""
-    old, new = _flat(to_table(before)), _flat(to_table(after))
+    old, new = flat_table(to_table(before)), flat_table(to_table(after))
     return [
         (key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
     ]
@@ -131,16 +131,6 @@ def _shrink_train(train: TrainConfig, ranks: int) -> TrainConfig:
         hash_every=0,
         max_seconds=None,
     )
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
 
 
 # -- data ---------------------------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,3 +119,17 @@ def test_a_drill_can_repeat_one_case_and_says_so_in_json(config, capsys):
     assert (found["mode"], found["recovered"], found["tried"]) == ("ddp", 1, 1)
     assert found["cases"][0] == {"case": "step:1:7", "what": "before the update of step 4", "rank": 1, "failure": ""}
     assert main(["drill", config, "--case", "nothing"]) == 2
+
+
+@pytest.mark.parametrize("flags, after", [([], "ddp  fp64"), (["--resume"], "none x 1")])
+def test_a_signal_ends_a_proof_at_once_with_130(config, flags, after):
+    """Its runs would save and be content; what they left must not be taken for a result."""
+    command = [sys.executable, "-m", "pellucid", "verify", config, "--nproc", "2", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith(after)
+        process.send_signal(signal.SIGINT)
+        rest, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and said.endswith("pellucid: interrupted\n"), said
+    assert "verified:" not in rest and "resumed:" not in rest

@@ -4,14 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import TINY, tiny_config, windows
+from support import TINY, run_ranks, tiny_config, windows
 
 from pellucid import registry
 from pellucid.config import ModelConfig, load_config, options_of
 from pellucid.errors import ConfigError
 from pellucid.model import Transformer
+from pellucid.parallel import comm
 from pellucid.parallel.layout import MIB
 from pellucid.train import Trainer
+from pellucid.train import estimate as module
 from pellucid.train.activations import peak_activation_bytes
 from pellucid.train.estimate import estimate, planned_parameters
 from pellucid.train.setup import plan_mode
@@ -147,3 +149,23 @@ def test_a_model_without_a_vocabulary_needs_one():
     assert planned_parameters(config, vocab_size=61)[0].shape == (61, 16)
     with pytest.raises(ConfigError, match=r"model\.vocab_size is 0"):
         planned_parameters(config)
+
+
+@pytest.mark.parametrize("mode", ["zero1", "zero3", "fsdp2"])
+def test_the_whole_model_is_counted_where_a_rank_holds_rows(mode):
+    def rank():
+        config = tiny_config(parallel__mode=mode if comm.world_size() > 1 else "none")
+        found = estimate(Trainer(config, train_data=windows()).setup)
+        return [found.parameters, found.seconds is not None]
+
+    expected = Transformer(tiny_config().model).num_parameters()
+    assert run_ranks(rank, 2) == [[expected, True]] * 2
+
+
+def test_the_time_is_of_the_whole_models_arithmetic(monkeypatch):
+    monkeypatch.setattr(module, "matmul_gflops", lambda dtype: 1.0)
+
+    def rank(mode):
+        return estimate(Trainer(tiny_config(parallel__mode=mode), train_data=windows()).setup).seconds
+
+    assert len({seconds for mode in ("ddp", "zero3") for seconds in run_ranks(lambda mode=mode: rank(mode), 2)}) == 1
