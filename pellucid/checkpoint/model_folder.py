@@ -28,6 +28,7 @@ from pellucid.config import ModelConfig
 from pellucid.errors import CheckpointError, ConfigError
 from pellucid.model import Transformer
 from pellucid.model.lora import A, B, add_lora, lora_of
+from pellucid.model.moe import BALANCING_BIAS
 from pellucid.parallel.parts import check_weights, weight_shapes
 from pellucid.parallel.world import resolve_device
 from pellucid.tokenizer import Tokenizer
@@ -105,7 +106,7 @@ def load_model(
         add_lora(model, open_adapter(folder, open_weights(folder)).config)
     weights = read_weights(folder)
     wanted = dtype_of(dtype)
-    tensors = {name: tensor.to(target, wanted) for name, tensor in weights.items()}
+    tensors = {name: tensor.to(target, _dtype_in(name, wanted)) for name, tensor in weights.items()}
     load_weights(model, tensors, source=folder, assign=True)
     tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
     return Loaded(model.to(target).eval(), tokenizer, config)
@@ -204,7 +205,7 @@ def export_model(source: str | Path, out: str | Path, *, dtype: str = "auto") ->
     folder, saved = found.folder, found.weights
     if Path(out).resolve() == folder.resolve():
         raise ConfigError(f"{out} is what is read; give another --out")
-    types = {name: (shape, wanted or saved_as) for name, (shape, saved_as) in found.shapes.items()}
+    types = {name: (shape, _dtype_in(name, wanted) or saved_as) for name, (shape, saved_as) in found.shapes.items()}
     shapes = dict(sorted(types.items(), key=lambda item: -item[1][1].itemsize))
     contents = model_files(found.config, shapes, found.tokenizer, found.facts)
     if (folder / "README.md").is_file() and not is_adapter(folder):
@@ -391,6 +392,11 @@ def _card(c: ModelConfig, shapes: Shapes, facts: dict[str, Any]) -> str:
 
 def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _dtype_in(name: str, wanted: torch.dtype | None) -> torch.dtype | None:
+    """The type of a weight in a model of type ``wanted``; None: as stored."""
+    return torch.float32 if wanted is not None and name.endswith(BALANCING_BIAS) else wanted
 
 
 def dtype_of(name: str) -> torch.dtype | None:

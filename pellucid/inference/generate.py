@@ -14,9 +14,7 @@ from pellucid.inference.cache import CachedAttend
 from pellucid.inference.request import FinishReason, Request, Result, SamplingParams, TokenEvent, check_request
 from pellucid.inference.sample import Sampled, sample, uniform
 from pellucid.model import Transformer
-
-CANONICAL_ROWS = 16
-"""Float32 matrix products of fewer rows may round in another way; measured, 4 on an AMD Zen 4 and 16 on an Intel with AMX."""
+from pellucid.model.canonical import MATMUL_ROWS
 
 
 def generate(
@@ -110,9 +108,9 @@ def _groups(sequences: list[_Sequence], batch_size: int) -> Iterator[list[_Seque
 
 def _run(model: Transformer, rows: list[_Sequence]) -> Iterator[TokenEvent]:
     canonical = model.config.attend == "canonical"
-    min_rows = CANONICAL_ROWS if canonical else 1
+    min_rows = MATMUL_ROWS if canonical else 1
     capacity = max(s.admitted for s in rows) + min_rows - 1
-    attend = CachedAttend(len(rows), capacity, model.layer_windows(), canonical=canonical)
+    attend = CachedAttend(len(rows), capacity, model.layer_windows(), model.kv_specs(), canonical=canonical)
     new = [list(s.request.tokens) for s in rows]
     while rows:
         logits = _forward(model, attend, rows, new, min_rows)

@@ -63,11 +63,22 @@ class WindowAttend:
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """torch's own kernel; causal where there is no mask."""
-    q, k, v = (x.transpose(-2, -3) for x in (q, k, v))
+    width = v.shape[-1]
+    q, k, v = (x.transpose(-2, -3) for x in of_one_width(q, k, v))
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[-3] != k.shape[-3]
     )
-    return out.transpose(-2, -3)
+    return out.transpose(-2, -3)[..., :width]
+
+
+def of_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads padded with zeros to the widest of the three.
+
+    torch's fused kernel on the CPU wants one width; without it whole score matrices are computed, 3 to 9 times as slowly.
+    """
+    width = max(k.shape[-1], v.shape[-1])
+    q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    return q, k, v
 
 
 def explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -82,8 +93,9 @@ def explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sca
         bias = bias[:, :, None]  # [B, 1, 1, T, T] over [B, K, G, T, T]
     q = q.view(rows, tokens, kv_heads, group, width).permute(0, 2, 3, 1, 4).reshape(-1, group * tokens, width)
     k = k.transpose(1, 2).reshape(-1, tokens, width)
-    v = v.transpose(1, 2).reshape(-1, tokens, width)
+    v = v.transpose(1, 2).reshape(-1, tokens, v.shape[-1])
     scores = torch.bmm(q, k.transpose(1, 2)).view(rows, kv_heads, group, tokens, tokens)
     weights = (scores.float() * scale + bias).softmax(-1).to(v.dtype)
     out = torch.bmm(weights.view(-1, group * tokens, tokens), v)
-    return out.view(rows, kv_heads, group, tokens, width).permute(0, 3, 1, 2, 4).reshape(rows, tokens, heads, width)
+    out = out.view(rows, kv_heads, group, tokens, -1).permute(0, 3, 1, 2, 4)
+    return out.reshape(rows, tokens, heads, -1)

@@ -32,9 +32,11 @@ class KVSpec:
 
 
 class Attend(Protocol):
-    """Mix tokens: q ``[..., H, d]``, k and v ``[..., K, d]`` -> ``[..., H, d]``; H is a multiple of K.
+    """Mix tokens: q ``[..., H, d]``, k ``[..., K, d]``, v ``[..., K, e]`` -> ``[..., H, e]``; H is a multiple of K.
 
-    ``layer`` counts from 0 and selects a cache or a mask; the keys arrive with their rotary embedding applied.
+    ``layer`` counts from 0 and selects a cache or a mask; the keys arrive with their rotary embedding applied. Values may
+    have another width than keys, and give the result theirs. One that keeps keys and values for later tokens has an
+    attribute ``caches = True``.
     """
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor: ...
@@ -60,7 +62,8 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=bias, device=device)
         self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias, device=device)
         self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias, device=device)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=bias, device=device)
+        out_bias = bias if config.attention_out_bias is None else config.attention_out_bias
+        self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=out_bias, device=device)
         self.gate_proj = (
             nn.Linear(width, self.heads * self.head_dim, bias=bias, device=device) if config.attention_gate else None
         )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pellucid.config import ModelConfig
 from pellucid.errors import ConfigError, RequestError
+from pellucid.model.attend import of_one_width
 from pellucid.model.attention import Attend
 from pellucid.model.transformer import Decoder, init_weights
 
@@ -188,7 +189,7 @@ class Encoder(TextEncoder):
         if self.config.dropout:
             x = F.dropout(x, self.config.dropout, self.training)
         for block in self.model.layers:
-            x = block(x, cos, sin, attend)
+            x, _ = block(x, cos, sin, attend)
         hidden: Tensor = self.model.norm(x)
         return hidden
 
@@ -242,12 +243,12 @@ class BothSides:
         self.mask, self.dropout = mask, dropout
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-        packed = q.dim() == 3
-        q, k, v = (x[None].transpose(1, 2) if packed else x.transpose(1, 2) for x in (q, k, v))
+        packed, width = q.dim() == 3, v.shape[-1]
+        q, k, v = (x[None].transpose(1, 2) if packed else x.transpose(1, 2) for x in of_one_width(q, k, v))
         gqa = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=self.mask, dropout_p=self.dropout, scale=scale, enable_gqa=gqa
-        ).transpose(1, 2)
+        ).transpose(1, 2)[..., :width]
         return out[0] if packed else out
 
 

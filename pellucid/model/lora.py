@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pellucid.config import LoraConfig
 from pellucid.errors import ConfigError
+from pellucid.model.moe import BALANCING_BIAS
 
 ALL_LINEAR = "all-linear"
 A, B = ".lora_A.weight", ".lora_B.weight"
@@ -116,7 +117,8 @@ def remove_lora(model: nn.Module) -> None:
         plain.weight, plain.bias = layer.weight, layer.bias
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, plain)
-    model.requires_grad_(True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.endswith(BALANCING_BIAS))
 
 
 def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:

@@ -9,12 +9,19 @@ from pellucid.model.layers import linear_together
 
 
 class SwiGLU(nn.Module):
-    """``down(silu(gate(x)) * up(x))`` (Shazeer 2020, arXiv:2002.05202)."""
+    """``down(silu(gate(x)) * up(x))`` (Shazeer 2020, arXiv:2002.05202).
 
-    def __init__(self, config: ModelConfig, device: torch.device | str | None = None) -> None:
+    Args:
+        width: inside; None: ``config.intermediate_size``.
+    """
+
+    def __init__(
+        self, config: ModelConfig, device: torch.device | str | None = None, *, width: int | None = None
+    ) -> None:
         super().__init__()
         self.join = config.attend == "sdpa"  # "canonical" must compute alike with gradients and without
-        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        inner, bias = config.intermediate_size if width is None else width, config.mlp_bias
+        width = config.hidden_size
         self.gate_proj = nn.Linear(width, inner, bias=bias, device=device)
         self.up_proj = nn.Linear(width, inner, bias=bias, device=device)
         self.down_proj = nn.Linear(inner, width, bias=bias, device=device)

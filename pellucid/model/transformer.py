@@ -17,15 +17,23 @@ from pellucid.model.attend import WindowAttend
 from pellucid.model.attention import Attend, Attention, KVSpec
 from pellucid.model.canonical import CanonicalAttend
 from pellucid.model.layers import RMSNorm
+from pellucid.model.mla import LatentAttention
 from pellucid.model.mlp import SwiGLU
+from pellucid.model.moe import MixtureOfExperts, Router, Routing, balance
 from pellucid.model.rope import Rotary
 
 
 class ModelOutput(NamedTuple):
-    """Logits ``[..., V]`` of the next token, and the normed hidden states ``[..., D]`` that they come from."""
+    """Logits ``[..., V]`` of the next token, and the normed hidden states ``[..., D]`` that they come from.
+
+    Of each layer with a mixture of E experts, in order: the router's probabilities ``[..., E]`` and the experts that tokens
+    went to ``[..., K]``.
+    """
 
     logits: Tensor
     hidden: Tensor
+    router_probs: tuple[Tensor, ...] = ()
+    router_choices: tuple[Tensor, ...] = ()
 
 
 class Block(nn.Module):
@@ -35,13 +43,16 @@ class Block(nn.Module):
         super().__init__()
         self.dropout = config.dropout
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
-        self.self_attn = Attention(config, layer, device)
+        kind = LatentAttention if config.is_latent else Attention
+        self.self_attn = kind(config, layer, device)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
-        self.mlp = SwiGLU(config, device)
+        self.mlp = MixtureOfExperts(config, device) if layer in config.expert_layers else SwiGLU(config, device)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Routing | None]:
         x = x + self._drop(self.self_attn(self.input_layernorm(x), cos, sin, attend))
-        return x + self._drop(self.mlp(self.post_attention_layernorm(x)))
+        inner = self.mlp(self.post_attention_layernorm(x))
+        inner, routing = inner if isinstance(inner, tuple) else (inner, None)
+        return x + self._drop(inner), routing
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
@@ -61,7 +72,7 @@ class Decoder(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder-only language model of the Llama and Qwen3 family.
+    """A decoder-only language model of the Llama, Qwen3 and DeepSeek families.
 
     Args:
         config: its shape; ``vocab_size`` must be known.
@@ -106,8 +117,9 @@ class Transformer(nn.Module):
         rope_length: int | Tensor | None = None,
     ) -> ModelOutput:
         """Logits for ids ``[B, T]``, or packed ``[N]``; arguments as in `forward_hidden`."""
-        hidden = self.forward_hidden(tokens, positions, attend, rope_length=rope_length)
-        return ModelOutput(self.head(hidden), hidden)
+        hidden, routings = self._decode(tokens, positions, attend, rope_length)
+        probs, chosen = (tuple(each) for each in zip(*routings, strict=True)) if routings else ((), ())
+        return ModelOutput(self.head(hidden), hidden, probs, chosen)
 
     def forward_hidden(
         self,
@@ -126,6 +138,11 @@ class Transformer(nn.Module):
             rope_length: the most tokens that a sequence will ever hold (prompt and answer), for "dynamic" rotary
                 scaling: one number, ``[B]``, or one per packed token; None: T.
         """
+        return self._decode(tokens, positions, attend, rope_length)[0]
+
+    def _decode(
+        self, tokens: Tensor, positions: Tensor | None, attend: Attend | None, rope_length: int | Tensor | None
+    ) -> tuple[Tensor, list[Routing]]:
         if tokens.dim() == 1 and (positions is None or attend is None):
             raise ValueError("packed tokens [N] need positions and attend; only [B, T] rows have defaults")
         if positions is None:
@@ -137,13 +154,15 @@ class Transformer(nn.Module):
         x = self.model.embed_tokens(tokens)
         if self.config.dropout:
             x = F.dropout(x, self.config.dropout, self.training)
+        routings: list[Routing] = []
         for block in self.model.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, cos, sin, attend, use_reentrant=False)
+                x, routing = checkpoint(block, x, cos, sin, attend, use_reentrant=False)
             else:
-                x = block(x, cos, sin, attend)
-        hidden: Tensor = self.model.norm(x)
-        return hidden
+                x, routing = block(x, cos, sin, attend)
+            if routing is not None:
+                routings.append(routing)
+        return self.model.norm(x), routings
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits ``[..., V]`` of hidden states ``[..., D]``, in the dtype of the computation."""
@@ -179,6 +198,18 @@ class Transformer(nn.Module):
         """What one token leaves in the cache, layer by layer."""
         return [block.self_attn.kv_spec for block in self.model.layers]  # type: ignore[union-attr,misc]
 
+    def balance_experts(self, counts: Tensor) -> dict[str, Tensor]:
+        """What to add to the bias of each router after a step, by parameter name; none without ``router_bias_update_speed``.
+
+        Args:
+            counts: tokens that each expert got in the step, ``[layers with experts, E]``.
+        """
+        speed = self.config.router_bias_update_speed
+        if not speed:
+            return {}
+        names = [f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in self.config.expert_layers]
+        return {name: balance(mine, speed) for name, mine in zip(names, counts, strict=True)}
+
     def num_parameters(self, *, embedding: bool = True) -> int:
         """Elements of all parameters, tied ones once; without ``embedding`` less those of the input embedding."""
         total = sum(p.numel() for p in self.parameters())
@@ -187,18 +218,26 @@ class Transformer(nn.Module):
     def flops_per_token(self, context: int) -> float:
         """Floating-point operations of forward and backward for one token of rows of ``context`` tokens.
 
-        6 for each weight that is multiplied (the head once; the embedding look-up, norms and biases are free), and
-        12 * heads * head_dim a layer for each key that a token sees: context / 2 on average, fewer with a sliding
-        window. Recomputation by activation checkpointing is not counted.
+        6 for each weight that is multiplied (the head once; of routed experts those that a token goes to; the embedding
+        look-up, norms and biases are free), and 6 * heads * (key width + value width) a layer for each key that a token
+        sees: context / 2 on average, fewer with a sliding window. Recomputation by activation checkpointing is not counted.
         """
-        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        config = self.config
+        experts = [e for m in self.modules() if isinstance(m, MixtureOfExperts) for e in m.experts.parameters()]
+        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear | Router))
+        if experts:
+            of_experts = sum(e.numel() for e in experts)
+            weights -= of_experts - of_experts * config.num_experts_per_tok // config.n_routed_experts
         if self.lm_head is None:
             weights += self.model.embed_tokens.weight.numel()
         keys = 0.0
         for window in self.layer_windows():
             seen = min(window or context, context)
             keys += seen * (1 - seen / (2 * context))
-        return 6 * weights + 12 * keys * self.config.num_attention_heads * self.config.head_dim
+        widths = config.head_dim + config.head_dim
+        if config.is_latent:
+            widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+        return 6 * weights + 6 * keys * config.num_attention_heads * widths
 
 
 @torch.no_grad()

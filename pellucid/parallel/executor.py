@@ -239,6 +239,13 @@ class Executor:
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(saved.read(name).view(parameter.shape))
 
+    def add_to_weight(self, name: str, delta: Tensor) -> None:
+        """Add to a weight that no optimizer updates, such as a router's bias; ``delta`` is whole and the same on every rank."""
+        assert self.model is not None, "prepare() comes first"
+        with torch.no_grad():
+            parameter = self.model.get_parameter(name)
+            parameter.add_(delta.to(parameter.device, parameter.dtype))
+
     def _checkpointed(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         assert self.model is not None and self.optimizer is not None, "prepare() comes first"
         if isinstance(self.optimizer, ShardedOptimizer):

@@ -27,6 +27,8 @@ from pellucid.parallel.whole import part_numel, section_numel
 
 SCALARS = {"tokens": 2, "loss": 1, "stop": 2}
 """Numbers in float64 that the Trainer sums over ranks in each step, by tag."""
+ROUTER_SUMS = 2
+"""Those of "router" beside the tokens of each expert: the balancing loss and the entropy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ def plan(
     reduction: Reduction = "sum",
     compute_dtype: torch.dtype | None = None,
     reshard_after_forward: bool = True,
+    expert_layers: int = 0,
+    experts: int = 0,
 ) -> ModePlan:
     """What rank 0 of ``world_size`` holds and sends in one ordinary step of the Trainer.
 
@@ -109,6 +113,7 @@ def plan(
         reduce_dtype: as `DDP` has it.
         reduction: as `create_executor` has it.
         compute_dtype, reshard_after_forward: as the options of zero3 and fsdp2 have them.
+        expert_layers, experts: layers with a mixture of experts, and the experts of each.
 
     Raises:
         ConfigError: the mode has no plan: it is none of Pellucid's own; or its sums cannot be ordered and should be.
@@ -120,12 +125,14 @@ def plan(
     if world_size == 1:
         mode = "none"
     if mode in ("zero3", "fsdp2"):
-        return _by_rows(mode, list(parameters), world_size, micro_batches, compute_dtype, reshard_after_forward)
+        rows = _by_rows(mode, list(parameters), world_size, micro_batches, compute_dtype, reshard_after_forward)
+        return _with_router(rows, expert_layers, experts)
     trainable = [info for info in parameters if info.trainable]
     planned = _PLANS[mode](trainable, world_size, micro_batches, int(bucket_size_mb * MIB), reduce_dtype)
     frozen = sum(info.num_bytes for info in parameters if not info.trainable)
     planned = replace(planned, weights_bytes=planned.weights_bytes + frozen)
-    return planned if reduction == "sum" else _ordered(planned, micro_batches)
+    planned = planned if reduction == "sum" else _ordered(planned, micro_batches)
+    return _with_router(planned, expert_layers, experts)
 
 
 def modes() -> list[str]:
@@ -181,6 +188,21 @@ def _zero1(
         tuple(rows),
         _buckets(layouts),
     )
+
+
+def _with_router(planned: ModePlan, layers: int, experts: int) -> ModePlan:
+    """A model with experts: sequences are counted beside tokens, and each step says who got how many tokens."""
+    if not layers or not planned.step:
+        return planned
+    rows: list[PlannedCollective] = []
+    for row in planned.step:
+        if row.tag == "tokens":
+            row = _row("tokens", "all_reduce", 8 * (SCALARS["tokens"] + 1), torch.float64, planned.world_size)
+        rows.append(row)
+        if row.tag == "loss":
+            numbers = layers * experts + ROUTER_SUMS
+            rows.append(_row("router", "all_reduce", 8 * numbers, torch.float64, planned.world_size))
+    return replace(planned, step=tuple(rows))
 
 
 def _ordered(planned: ModePlan, micro_batches: int) -> ModePlan:

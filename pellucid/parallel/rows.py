@@ -105,6 +105,12 @@ class RowExecutor(Executor):
         mine = norms(grads).double() if grads else torch.zeros(1)
         return math.sqrt(comm.all_reduce(float(mine.square().sum()), tag="grad_norm"))
 
+    def add_to_weight(self, name: str, delta: Tensor) -> None:
+        row = next(row for row in self.rows if row.name == name)
+        mine = delta.flatten()[row.start : row.start + row.weight.numel()].view(row.weight.shape)
+        with torch.no_grad():
+            row.weight.add_(mine.to(row.weight.device, row.weight.dtype))
+
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     shards_state = True

@@ -79,10 +79,25 @@ def charts(log: RunLog) -> list[Chart]:
         Chart(
             "tokens_per_s", "Throughput", "tokens/s", (Curve("tokens/s", log.series("tokens_per_s"), "c5"),), zero=True
         ),
+        *_router_charts(log),
     ]
     for chart in drawn:
         assert re.fullmatch(r"\w+", chart.id)
     return [chart for chart in drawn if any(curve.series.steps or curve.series.odd for curve in chart.curves)]
+
+
+def _router_charts(log: RunLog) -> list[Chart]:
+    """Of a model with a mixture of experts."""
+    titles = {
+        "router_loss": ("Balancing loss of the experts", "nats per sequence"),
+        "router_entropy": ("Entropy of the router", "nats per token"),
+        "router_load": ("Busiest expert", "times an equal share"),
+        "router_dead": ("Experts without a token", ""),
+    }
+    return [
+        Chart(key, title, unit, (Curve(key.removeprefix("router_"), log.series(key), "c1"),))
+        for key, (title, unit) in titles.items()
+    ]
 
 
 def _contents(run: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from pellucid.model.attend import WindowAttend
 from pellucid.model.attention import Attend
 from pellucid.model.canonical import CanonicalAttend
 from pellucid.model.lora import add_lora
+from pellucid.model.moe import MixtureOfExperts
 from pellucid.train.precision import DTYPES, autocast, resolve_dtype
 from pellucid.train.setup import build_strategy, context_of
 from pellucid.train.strategies import Pretrain, PretrainOptions, Strategy
@@ -96,7 +97,7 @@ def known_shape(config: RunConfig, vocab_size: int) -> ModelConfig:
 
 
 class ShapeModel(Transformer):
-    """A `Transformer` whose tensors have no storage and whose attention asks for no values.
+    """A `Transformer` whose tensors have no storage and whose layers ask for no values: experts get equally many tokens.
 
     Args:
         rows, tokens, documents: of the batches that it will see: which tokens may see each other is a question of values,
@@ -105,6 +106,9 @@ class ShapeModel(Transformer):
 
     def __init__(self, config: ModelConfig, rows: int = 1, tokens: int = 1, documents: int = 1) -> None:
         super().__init__(config, device="meta")
+        for module in self.modules():
+            if isinstance(module, MixtureOfExperts):
+                module.count = _equally
         self._canonical: CanonicalAttend | None = None
         if config.attend == "canonical":
             ids = torch.arange(tokens) * documents // tokens
@@ -127,6 +131,11 @@ class ShapeModel(Transformer):
 
     def make_attend(self, document_ids: Tensor | None = None, *, compiled: bool | None = None) -> Attend:
         return self._canonical or WindowAttend(self.layer_windows(), document_ids)
+
+
+def _equally(chosen: Tensor, experts: int) -> list[int]:
+    each, more = divmod(len(chosen), experts)
+    return [each + (i < more) for i in range(experts)]
 
 
 class LiveBytes(TorchDispatchMode):

@@ -28,6 +28,7 @@ from pellucid.data.batches import Batch
 from pellucid.errors import ConfigError
 from pellucid.registry import register
 from pellucid.train.ranks import gather_json
+from pellucid.train.routing import RouterInfo
 
 if TYPE_CHECKING:
     from pellucid.train.loop import Trainer
@@ -66,7 +67,7 @@ class StepInfo:
     tokens: int
     """Tokens seen by all ranks in the whole run so far."""
     loss: float
-    """Nats per supervised token of the global batch, as optimised."""
+    """Nats per supervised token of the global batch, as optimised; a balancing loss of experts stands beside it."""
     lr: float
     grad_norm: float
     """Before clipping."""
@@ -74,6 +75,8 @@ class StepInfo:
     """Of this step."""
     tokens_per_s: float
     total_steps: int
+    router: RouterInfo | None = None
+    """Of a model with a mixture of experts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,7 +15,7 @@ import torch
 from pellucid.checkpoint.store import Checkpoint
 from pellucid.config import RunConfig
 from pellucid.data.batches import Batch, Windows
-from pellucid.errors import TrainingError
+from pellucid.errors import ConfigError, TrainingError
 from pellucid.model import Transformer
 from pellucid.parallel import comm
 from pellucid.parallel.fingerprint import weights_sha256
@@ -25,6 +25,7 @@ from pellucid.train.callbacks import BatchInfo, Callback, SaveInfo, StepInfo, St
 from pellucid.train.checkpointing import Saver
 from pellucid.train.precision import autocast
 from pellucid.train.ranks import gather_json, on_every_rank, on_first_rank, stop_reason
+from pellucid.train.routing import RoutingSums, num_sequences, reduce_routing
 from pellucid.train.saving import RunWriter, newest_everywhere, restore, write_plan
 from pellucid.train.setup import CHECKED_STEPS, Setup, prepare
 from pellucid.train.state import TrainState, capture_rng
@@ -180,40 +181,61 @@ class Trainer:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         window = [batch.to(setup.device) for batch in setup.loader.next_window()]
         mine = [sum(map(setup.strategy.weight, window)), sum(int((b.document_ids >= 0).sum()) for b in window)]
-        weight, num_tokens = comm.all_reduce(mine, tag="tokens")  # ★
+        if self.model.config.expert_layers:
+            mine.append(sum(map(num_sequences, window)))
+        weight, num_tokens, *sequences = comm.all_reduce(mine, tag="tokens")  # ★
         if weight == 0:
             raise TrainingError(
                 f"step {state.step + 1} has no supervised token; look at the data with `pellucid inspect`"
             )
         sums: list[torch.Tensor] = []
+        routings: list[RoutingSums] = []
         for i, batch in enumerate(window):
             self._call("on_batch_begin", BatchInfo(state.step + 1, i, batch, None))
             self._key_dropout(i)
             with executor.accumulate(self.model, last=i == len(window) - 1):
                 with autocast(setup.device, setup.dtype):
                     loss = self._loss(setup.wrapped, batch)  # ★ zero3 only: units gather their weights
-                executor.backward(loss.sum / weight)  # ★ buckets start as they fill
+                executor.backward(self._share(loss, weight, sequences))  # ★ buckets start as they fill
             sums.append(loss.sum.detach())
+            if loss.routing is not None:
+                routings.append(loss.routing.detach())
             self._call("on_batch_end", BatchInfo(state.step + 1, i, batch, None), loss=sums[-1])
         executor.finish_grads()  # ★ wait for what is still on the wire
         losses = [float(value) for value in sums]
         loss_value = self._total_loss(losses) / weight  # ★
+        router, counts = None, torch.empty(0)
+        if sequences:
+            router, counts = reduce_routing(routings, num_tokens=num_tokens, sequences=sequences[0])  # ★
         norm = executor.grad_norm()  # ★ one scalar, if gradients are sharded
         update = comm.decide("step", self._refuse_or_clip(norm, loss_value, losses, window))
         tokens = int(num_tokens)
         seconds = time.perf_counter() - begin
         info = StepInfo(
             state.step + 1, setup.loader.epoch, state.tokens_seen + tokens, loss_value, lr, norm, seconds, tokens / seconds,
-            setup.total_steps,
+            setup.total_steps, router,
         )  # fmt: skip
         self._call("on_before_step", info)
         if update:
             executor.step()  # ★ ZeRO-1/2: gather the new weights
+            for name, delta in self.model.balance_experts(counts).items():
+                executor.add_to_weight(name, delta)
         else:
             executor.zero_grad()
         state.step, state.epoch, state.tokens_seen = info.step, info.epoch, info.tokens
         seconds = time.perf_counter() - begin
         return replace(info, seconds=seconds, tokens_per_s=tokens / seconds)
+
+    def _share(self, loss: LossOutput, weight: float, sequences: list[float]) -> torch.Tensor:
+        """What a micro-batch adds to the loss of the step: its sum, and with experts their balancing loss, each by its weight."""
+        if not sequences:
+            return loss.sum / weight
+        if loss.routing is None:
+            raise ConfigError(
+                f"the model has experts (model.n_routed_experts), and strategy {self.config.strategy.name!r} says nothing of "
+                "where tokens went; let it give LossOutput(..., routing=routing_sums(model.config, output, batch))"
+            )
+        return loss.sum / weight + loss.routing.loss / sequences[0]
 
     def _key_dropout(self, micro: int) -> None:
         """With ordered reductions dropout is the same whichever rank has the micro-batch."""
@@ -393,9 +415,11 @@ def _compiled(
 
 
 def _step_record(info: StepInfo) -> dict[str, Any]:
+    router = {} if info.router is None else {f"router_{key}": value for key, value in asdict(info.router).items()}
     return {
         "event": "step", "step": info.step, "epoch": info.epoch, "tokens": info.tokens, "loss": info.loss, "lr": info.lr,
         "grad_norm": info.grad_norm, "time": time.time(), "seconds": info.seconds, "tokens_per_s": info.tokens_per_s,
+        **router,
     }  # fmt: skip
 
 

@@ -285,6 +285,8 @@ def plan_mode(
         reduce_dtype=DTYPES[reduce_dtype] if reduce_dtype else None,
         compute_dtype=DTYPES[compute_dtype] if compute_dtype else None,
         reshard_after_forward=getattr(options, "reshard_after_forward", True),
+        expert_layers=len(config.model.expert_layers),
+        experts=config.model.n_routed_experts,
     )
 
 

@@ -10,6 +10,7 @@ from pellucid.errors import ConfigError
 from pellucid.model import Transformer
 from pellucid.registry import register
 from pellucid.train.losses import cross_entropy_sum
+from pellucid.train.routing import RoutingSums, routing_sums
 
 
 class LossOutput(NamedTuple):
@@ -19,6 +20,8 @@ class LossOutput(NamedTuple):
     """Scalar, summed over what `Strategy.weight` counts; to be divided by the weight of the whole step."""
     metrics: dict[str, Tensor]
     """Further sums over the same weight, by name."""
+    routing: RoutingSums | None = None
+    """`routing_sums`, where the model has a mixture of experts."""
 
 
 class Strategy(Protocol):
@@ -60,14 +63,15 @@ class Pretrain:
         return int(batch.loss_mask.sum())
 
     def __call__(self, model: Transformer, batch: Batch) -> LossOutput:
-        return LossOutput(_next_token_loss(model, batch, self.label_smoothing), {})
+        return _next_token_loss(model, batch, self.label_smoothing)
 
     def validate(self, model: Transformer, batch: Batch) -> LossOutput:
-        return LossOutput(_next_token_loss(model, batch, 0.0), {})
+        return _next_token_loss(model, batch, 0.0)
 
 
-def _next_token_loss(model: Transformer, batch: Batch, label_smoothing: float) -> Tensor:
+def _next_token_loss(model: Transformer, batch: Batch, label_smoothing: float) -> LossOutput:
     bare: Transformer = getattr(model, "module", model)  # data parallel wrappers hold it so
     attend = bare.make_attend(batch.document_ids if batch.packed else None)
-    logits = model(batch.tokens, batch.positions, attend).logits
-    return cross_entropy_sum(logits, batch.targets, batch.loss_mask, label_smoothing=label_smoothing)
+    output = model(batch.tokens, batch.positions, attend)
+    loss = cross_entropy_sum(output.logits, batch.targets, batch.loss_mask, label_smoothing=label_smoothing)
+    return LossOutput(loss, {}, routing_sums(bare.config, output, batch))

@@ -12,6 +12,7 @@ import torch
 
 from pellucid.config import ModelConfig, RunConfig
 from pellucid.errors import ConfigError, PellucidError, RankError
+from pellucid.model.moe import BALANCING_BIAS
 from pellucid.parallel import comm
 from pellucid.parallel.launch import launch
 from pellucid.registry import load_plugins, names
@@ -319,7 +320,8 @@ def _zero_gradients(reference: Reference, ranks: list[RankResult]) -> list[str]:
             parts = [part for rank in ranks for part in rank.gradients[i].get(name, [])]
             if not expected.any() or not any(part.squared_norm > 0 for part in parts):
                 found.append(f"{name} of step {i + 1}")
-    missing = reference.weights.keys() - set().union(*reference.gradients)
+    trained = {name for name in reference.weights if not name.endswith(BALANCING_BIAS)}
+    missing = trained - set().union(*reference.gradients)
     return found + sorted(missing)
 
 

@@ -14,7 +14,7 @@ from pellucid.data.shards import IntArray, Split
 
 LAYERS, HIDDEN, VOCABULARY, CONTEXT, STEPS, MICRO_BATCHES, ROWS = 2, 128, 509, 64, 3, 2, 2
 """At most. The vocabulary is no multiple of 2, 3 or 4 ranks; rows are sequences of a micro-batch."""
-HEADS, HEAD_DIM, WINDOW, WARMUP = 4, 32, 24, 1
+HEADS, HEAD_DIM, WINDOW, WARMUP, EXPERTS = 4, 32, 24, 1, 8
 BUCKET_MB = 0.25
 """So that gradients travel in several buckets although the model is small."""
 MAX_GRAD_NORM = 0.1
@@ -28,7 +28,7 @@ TIMEOUT_S = 60.0
 def shrink(config: RunConfig, ranks: int) -> RunConfig:
     """What is left of ``config`` at this size, for ``ranks`` ranks with `MICRO_BATCHES` micro-batches each.
 
-    Shape features (grouped heads, tied head, norms, gate, biases, windows, rotary scaling), objective, optimizer,
+    Shape features (grouped heads, latents, experts, tied head, norms, gate, biases, windows, rotary scaling), objective, optimizer,
     schedule, clipping, activation checkpointing, seed and options of modes stay. Dropout is off: with it ranks draw other
     masks than one process. Nothing is read or written: no data, initial weights, callbacks, run folder.
     """
@@ -72,12 +72,39 @@ def _shrink_model(model: ModelConfig) -> ModelConfig:
         num_hidden_layers=min(model.num_hidden_layers, LAYERS),
         num_attention_heads=kv_heads * group,
         num_key_value_heads=kv_heads,
-        head_dim=min(model.head_dim, HEAD_DIM),
+        head_dim=0 if model.is_latent else min(model.head_dim, HEAD_DIM),
+        **_shrink_latent(model),
+        **_shrink_experts(model, hidden),
         max_position_embeddings=CONTEXT,
         sliding_window=None if model.sliding_window is None else min(model.sliding_window, WINDOW),
         max_window_layers=min(model.max_window_layers, LAYERS - 1),
         dropout=0.0,
     )
+
+
+def _shrink_latent(model: ModelConfig) -> dict[str, Any]:
+    if not model.is_latent:
+        return {}
+    widths = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return {name: width and min(width, HEAD_DIM) for name in widths if (width := getattr(model, name)) is not None}
+
+
+def _shrink_experts(model: ModelConfig, hidden: int) -> dict[str, Any]:
+    """Few experts, in as many groups as there were up to 2, with half of them or fewer for each token."""
+    if not model.n_routed_experts:
+        return {}
+    experts = min(model.n_routed_experts, EXPERTS)
+    groups = min(model.n_group, 2) if experts % 2 == 0 else 1
+    allowed = 1 if model.topk_group < model.n_group else groups
+    return {
+        "n_routed_experts": experts,
+        "n_group": groups,
+        "topk_group": allowed,
+        "num_experts_per_tok": min(model.num_experts_per_tok, max(1, experts // groups * allowed // 2)),
+        "moe_intermediate_size": max(1, min(model.moe_intermediate_size * hidden // model.hidden_size, HIDDEN)),
+        "n_shared_experts": min(model.n_shared_experts, 1),
+        "first_k_dense_replace": min(model.first_k_dense_replace, LAYERS - 1),
+    }
 
 
 def _shrink_optim(optim: OptimConfig, weight_scale: float) -> OptimConfig:

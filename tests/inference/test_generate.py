@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from pellucid.config import ModelConfig
 from pellucid.errors import RequestError
 from pellucid.inference import SamplingParams, TokenEvent, generate, stream
-from pellucid.inference.generate import CANONICAL_ROWS
 from pellucid.model import Transformer
+from pellucid.model.canonical import MATMUL_ROWS
 
 torch.set_num_threads(1)
 
@@ -104,11 +104,11 @@ def test_a_prompt_gets_the_same_tokens_alone_and_in_any_batch(name: str, tempera
 
 
 def rows_round_alike(inputs: int, outputs: int) -> bool:
-    """Whether this machine's float32 linear gives a row the same bits in any product of `CANONICAL_ROWS` rows or more."""
+    """Whether this machine's float32 linear gives a row the same bits in any product of `MATMUL_ROWS` rows or more."""
     draw = torch.Generator().manual_seed(0)
     x, weight = torch.randn(200, inputs, generator=draw), torch.randn(outputs, inputs, generator=draw)
     whole = F.linear(x, weight)
-    return all(torch.equal(F.linear(x[:n], weight), whole[:n]) for n in range(CANONICAL_ROWS, 200))
+    return all(torch.equal(F.linear(x[:n], weight), whole[:n]) for n in range(MATMUL_ROWS, 200))
 
 
 @pytest.mark.skipif(
@@ -118,7 +118,7 @@ def rows_round_alike(inputs: int, outputs: int) -> bool:
 def test_canonical_attention_gives_the_same_bits_alone_and_batched() -> None:
     # torch rounds the last numel % 32 elements of silu by another routine, hence sizes as real models have
     model = make_model(seed=4, attend="canonical", head_dim=32, intermediate_size=64)
-    prompts = [p + [1] * CANONICAL_ROWS for p in make_prompts(7, seed=1, longest=9)]
+    prompts = [p + [1] * MATMUL_ROWS for p in make_prompts(7, seed=1, longest=9)]
     together = generate(model, prompts, GREEDY)
     for prompt, result in zip(prompts, together, strict=True):
         assert generate(model, [prompt], GREEDY)[0].logprobs == result.logprobs
