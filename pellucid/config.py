@@ -213,14 +213,18 @@ def _check_latent_attention(config: ModelConfig) -> None:
         f'model.q_lora_rank must be at least 1 or "none", got {config.q_lora_rank}',
     )
     _require(
+        config.qk_rope_head_dim % 2 == 0,
+        f"model.qk_rope_head_dim must be even for rotary embeddings, got {config.qk_rope_head_dim}",
+    )
+    _require(
         config.num_key_value_heads == config.num_attention_heads,
         f"model.num_key_value_heads is {config.num_key_value_heads}; latent attention makes keys and values for each of the "
-        f"{config.num_attention_heads} query heads, leave it out",
+        f"{config.num_attention_heads} query heads, leave it out or set it to 0",
     )
     _require(
         config.head_dim in (0, config.qk_rope_head_dim),
         f"model.head_dim is {config.head_dim}; with latent attention it is model.qk_rope_head_dim ({config.qk_rope_head_dim}), "
-        "leave it out",
+        "leave it out or set it to 0",
     )
     object.__setattr__(config, "head_dim", config.qk_rope_head_dim)
 
@@ -264,6 +268,10 @@ def _check_experts(config: ModelConfig) -> None:
 
 def _check_routing(config: ModelConfig) -> None:
     experts, groups, allowed = config.n_routed_experts, config.n_group, config.topk_group
+    known = {"scoring_func": ("softmax", "sigmoid"), "topk_method": ("greedy", "group_limited_greedy", "noaux_tc")}
+    for name, choices in known.items():  # a value that nobody built from a table would otherwise mean another one
+        value = getattr(config, name)
+        _require(value in choices, f"model.{name} must be one of {', '.join(choices)}; got {value!r}")
     _require(
         groups >= 1 and experts % groups == 0,
         f"model.n_routed_experts {experts} is not divisible by model.n_group {groups}",
@@ -277,6 +285,11 @@ def _check_routing(config: ModelConfig) -> None:
         config.num_experts_per_tok <= allowed * (experts // groups),
         f"model.num_experts_per_tok {config.num_experts_per_tok} is more than the experts of model.topk_group {allowed} groups "
         f"of {experts // groups}",
+    )
+    _require(
+        config.topk_method != "noaux_tc" or allowed == groups or experts // groups >= 2,
+        f'model.n_group is {groups} for {experts} experts, and model.topk_method "noaux_tc" compares groups by their two best '
+        'experts; lower model.n_group, or choose "group_limited_greedy"',
     )
     for name in ("routed_scaling_factor", "router_aux_loss_coef", "router_bias_update_speed"):
         value = getattr(config, name)

@@ -335,6 +335,153 @@ def test_a_value_out_of_range_is_refused_with_its_key(key: str, value: object) -
     assert key in str(error.value)
 
 
+LATENT: dict[str, Any] = {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+EXPERTS: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GROUPS: dict[str, Any] = EXPERTS | {"topk_method": "noaux_tc", "n_group": 4, "topk_group": 2}
+
+
+def test_latent_attention_settles_head_dim_and_heads_of_its_own() -> None:
+    got = ModelConfig(**LATENT, hidden_size=100, num_attention_heads=3)  # which does not divide
+    assert (got.is_latent, got.head_dim, got.num_key_value_heads) == (True, 4, 3)
+    assert ModelConfig(**LATENT, head_dim=4, num_key_value_heads=6) == ModelConfig(**LATENT)
+    assert not ModelConfig().is_latent
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            {"q_lora_rank": 4},
+            "model.q_lora_rank is 4 and belongs to latent attention; set model.kv_lora_rank, or leave",
+        ),
+        ({"qk_nope_head_dim": 4}, "model.qk_nope_head_dim is 4 and belongs to latent attention"),
+        ({"qk_rope_head_dim": 4}, "model.qk_rope_head_dim is 4 and belongs to latent attention"),
+        ({"v_head_dim": 4}, "model.v_head_dim is 4 and belongs to latent attention"),
+        ({"rope_interleave": True}, "model.rope_interleave is True and belongs to latent attention"),
+        (LATENT | {"kv_lora_rank": 0}, "model.kv_lora_rank must be at least 1 where model.kv_lora_rank is set, got 0"),
+        (LATENT | {"qk_nope_head_dim": 0}, "model.qk_nope_head_dim must be at least 1"),
+        (LATENT | {"qk_rope_head_dim": -2}, "model.qk_rope_head_dim must be at least 1"),
+        (LATENT | {"qk_rope_head_dim": 5}, "model.qk_rope_head_dim must be even for rotary embeddings, got 5"),
+        (LATENT | {"v_head_dim": 0}, "model.v_head_dim must be at least 1"),
+        (LATENT | {"q_lora_rank": 0}, 'model.q_lora_rank must be at least 1 or "none", got 0'),
+        (
+            LATENT | {"num_key_value_heads": 2},
+            "model.num_key_value_heads is 2; latent attention makes keys and values for each of the 6 query heads, leave it "
+            "out or set it to 0",
+        ),
+        (
+            LATENT | {"head_dim": 10},
+            "model.head_dim is 10; with latent attention it is model.qk_rope_head_dim (4), leave",
+        ),
+        (
+            LATENT | {"qk_rope_head_dim": 2, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "model.rope_scaling.rope_type 'dynamic' needs model.head_dim above 2, got 2",
+        ),
+    ],
+)
+def test_latent_attention_that_cannot_work_is_refused_by_name(model: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        run_config({"model": model})
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_experts_per_tok", 2), ("moe_intermediate_size", 8), ("n_shared_experts", 1), ("first_k_dense_replace", 1),
+        ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("n_group", 2), ("topk_group", 2),
+        ("norm_topk_prob", True), ("routed_scaling_factor", 2.0), ("router_aux_loss_coef", 0.01),
+        ("router_bias_update_speed", 0.001),
+    ],
+)  # fmt: skip
+def test_a_key_of_experts_without_experts_is_refused(key: str, value: object) -> None:
+    with pytest.raises(ConfigError) as error:
+        run_config({"model": {key: value}})
+    message = (
+        f"model.{key} is {value!r} and belongs to a mixture of experts; set model.n_routed_experts, or leave it out"
+    )
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"n_routed_experts": -1}, "model.n_routed_experts must not be negative, got -1"),
+        (EXPERTS | {"n_shared_experts": -1}, "model.n_shared_experts must not be negative, got -1"),
+        (
+            EXPERTS | {"num_experts_per_tok": 0},
+            "model.num_experts_per_tok must be between 1 and model.n_routed_experts (8)",
+        ),
+        (
+            EXPERTS | {"num_experts_per_tok": 9},
+            "model.num_experts_per_tok must be between 1 and model.n_routed_experts (8)",
+        ),
+        (
+            EXPERTS | {"moe_intermediate_size": 0},
+            "model.moe_intermediate_size must be at least 1 where there are experts",
+        ),
+        (
+            EXPERTS | {"first_k_dense_replace": 7},
+            "model.first_k_dense_replace 7 is more than model.num_hidden_layers (6)",
+        ),
+        (EXPERTS | {"first_k_dense_replace": -1}, "model.first_k_dense_replace must not be negative, got -1"),
+        (EXPERTS | {"mlp_bias": True}, "model.mlp_bias is true; a mixture of experts has no biases, leave it out"),
+        (EXPERTS | {"scoring_func": "sigmoyd"}, "model.scoring_func must be one of softmax, sigmoid; got 'sigmoyd'"),
+        (EXPERTS | {"topk_method": "best"}, "model.topk_method must be one of greedy, group_limited_greedy, noaux_tc"),
+        (GROUPS | {"n_group": 3}, "model.n_routed_experts 8 is not divisible by model.n_group 3"),
+        (GROUPS | {"n_group": 0}, "model.n_routed_experts 8 is not divisible by model.n_group 0"),
+        (GROUPS | {"topk_group": 5}, "model.topk_group must be between 1 and model.n_group (4), got 5"),
+        (GROUPS | {"topk_group": 0}, "model.topk_group must be between 1 and model.n_group (4), got 0"),
+        (
+            GROUPS | {"topk_method": "greedy"},
+            'model.n_group is 4 and model.topk_method "greedy" knows no groups; choose',
+        ),
+        (
+            GROUPS | {"num_experts_per_tok": 5},
+            "model.num_experts_per_tok 5 is more than the experts of model.topk_group 2 groups of 2",
+        ),
+        (
+            GROUPS | {"n_group": 8},
+            'model.n_group is 8 for 8 experts, and model.topk_method "noaux_tc" compares groups by their two best experts',
+        ),
+        (EXPERTS | {"routed_scaling_factor": 0.0}, "model.routed_scaling_factor must be positive, got 0.0"),
+        (EXPERTS | {"routed_scaling_factor": math.inf}, "model.routed_scaling_factor must be finite and not negative"),
+        (
+            EXPERTS | {"router_aux_loss_coef": -0.1},
+            "model.router_aux_loss_coef must be finite and not negative, got -0.1",
+        ),
+        (EXPERTS | {"router_aux_loss_coef": math.nan}, "model.router_aux_loss_coef must be finite and not negative"),
+        (GROUPS | {"router_bias_update_speed": -1.0}, "model.router_bias_update_speed must be finite and not negative"),
+        (
+            EXPERTS | {"router_bias_update_speed": 0.001},
+            "model.router_bias_update_speed needs the bias of model.topk_method \"noaux_tc\", which is 'greedy'",
+        ),
+    ],
+)
+def test_experts_that_cannot_work_are_refused_by_name(model: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        run_config({"model": model})
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("scoring_func", "sqrtsoftplus"), ("topk_method", "hash"), ("topk_method", None)]
+)
+def test_a_way_to_route_that_is_unknown_is_refused_of_code_too(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.{key} must be one of .*; got {value!r}"):
+        ModelConfig(**EXPERTS | {key: value})
+
+
+def test_groups_and_dense_layers_at_their_limits_are_accepted() -> None:
+    assert list(ModelConfig(**EXPERTS | {"first_k_dense_replace": 2}).expert_layers) == [2, 3, 4, 5]
+    assert not ModelConfig(**EXPERTS | {"first_k_dense_replace": 6}).expert_layers  # all of them are dense
+    assert not ModelConfig().expert_layers
+    ModelConfig(**GROUPS | {"num_experts_per_tok": 4, "router_bias_update_speed": 0.001})
+    ModelConfig(**GROUPS | {"n_group": 8, "topk_group": 8})  # nothing to choose between
+    ModelConfig(**GROUPS | {"n_group": 8, "topk_method": "group_limited_greedy"})
+    ModelConfig(**EXPERTS | {"num_experts_per_tok": 8})
+
+
 def test_steps_and_epochs_together_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"train\.steps \(3\) and train\.epochs \(2\) are both set"):
         load_config(None, {"train.steps": 3, "train.epochs": 2})

@@ -22,6 +22,7 @@ from pellucid.checkpoint.adapter import (
 )
 from pellucid.checkpoint.files import Shapes
 from pellucid.checkpoint.huggingface import from_hf_config, to_hf_config
+from pellucid.checkpoint.huggingface_family import check_layout
 from pellucid.checkpoint.reshard import SavedFiles
 from pellucid.checkpoint.store import MANIFEST, WEIGHTS, newest_complete, verify
 from pellucid.config import ModelConfig
@@ -29,6 +30,7 @@ from pellucid.errors import CheckpointError, ConfigError
 from pellucid.model import Transformer
 from pellucid.model.lora import A, B, add_lora, lora_of
 from pellucid.model.moe import BALANCING_BIAS
+from pellucid.model.quantize import check_kind, quantize_, refuse_quantized
 from pellucid.parallel.parts import check_weights, weight_shapes
 from pellucid.parallel.world import resolve_device
 from pellucid.tokenizer import Tokenizer
@@ -74,7 +76,12 @@ def find_model(path: str | Path) -> Path:
 
 
 def load_model(
-    path: str | Path, *, device: str = "auto", dtype: str = "auto", base: str | Path | None = None
+    path: str | Path,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    base: str | Path | None = None,
+    weights: str | None = None,
 ) -> Loaded:
     """Load a model folder, a checkpoint, a run, or an adapter's folder with its base.
 
@@ -82,6 +89,8 @@ def load_model(
         device: "auto" is cuda where there is one, else cpu.
         dtype: of the weights: "float32", "bfloat16", "float16", or "auto" as stored.
         base: the model that an adapter is on; None: the one that the adapter names.
+        weights: "int8" or "int4" puts those of the linear layers into so many bits (`pellucid.model.quantize`), on the CPU,
+            to compute with and not to train; ``dtype`` is that of the others. None: as they are.
 
     Returns:
         With an adapter that is not merged (`pellucid.model.lora`), where the folder has one.
@@ -89,9 +98,17 @@ def load_model(
     Raises:
         CheckpointError: the folder, its config or a weight file is missing, damaged or of another shape;
             missing, extra and misshaped tensors are named. An adapter's base is not there, or does not fit it.
-        ConfigError: an unknown device or dtype; ``base`` for what is no adapter; an adapter on an adapter.
+        ConfigError: an unknown device, dtype or ``weights``; ``base`` for what is no adapter; an adapter on an adapter;
+            ``weights`` with an adapter, or on another device than the CPU.
     """
-    folder = find_model(path)
+    folder, target = find_model(path), resolve_device(device)
+    if weights is not None:
+        check_kind(weights, target)
+        if holds_adapter(folder):
+            raise ConfigError(
+                f"weights {weights}: {folder} has an adapter that is not merged; "
+                f"`pellucid export {folder} --out MODEL` merges it, and MODEL can be loaded so"
+            )
     if is_adapter(folder):
         adapter = open_adapter(folder)
         loaded = load_model(find_base(adapter, base), device=device, dtype=dtype)
@@ -100,14 +117,20 @@ def load_model(
     if base is not None:
         raise ConfigError(f"base {base} was given, and {folder} is no adapter; leave it out")
     config = read_config(folder)
-    target = resolve_device(device)
     model = Transformer(config, device="meta")
     if holds_adapter(folder):
         add_lora(model, open_adapter(folder, open_weights(folder)).config)
-    weights = read_weights(folder)
-    wanted = dtype_of(dtype)
-    tensors = {name: tensor.to(target, _dtype_in(name, wanted)) for name, tensor in weights.items()}
+    tensors, wanted = read_weights(folder), dtype_of(dtype)
+    check_layout(tensors, folder)
+    if weights is None:
+        tensors = {name: tensor.to(target, _dtype_in(name, wanted)) for name, tensor in tensors.items()}
     load_weights(model, tensors, source=folder, assign=True)
+    del tensors  # each is freed when it is quantised
+    if weights is not None:
+        quantize_(model, weights)
+        model.to(wanted)
+        for parameter in model.parameters():  # what is left of the file's mapping would hold all of it
+            parameter.data = parameter.data.clone()
     tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
     return Loaded(model.to(target).eval(), tokenizer, config)
 
@@ -121,9 +144,10 @@ def save_model(
         facts: rows for the model card.
 
     Raises:
-        ConfigError: ``path`` is a file, or a folder with something else in it; or the model has an adapter.
+        ConfigError: ``path`` is a file, or a folder with something else in it; or the model has an adapter or is quantised.
         StorageError: it could not be written; what was there is untouched.
     """
+    refuse_quantized(model, "to be saved")
     if lora_of(model) is not None:
         raise ConfigError(
             "the model has an adapter, which a model folder has no place for; write the adapter alone with save_adapter, or "
@@ -175,6 +199,7 @@ def open_model(source: str | Path) -> SavedModel:
     if home != folder and holds_adapter(home):
         raise ConfigError(f"{folder} is an adapter of {home}, which has an adapter itself; export that one first")
     config, saved = read_config(home), open_weights(home)
+    check_layout(saved.keys(), home)
     if holds_adapter(folder):
         adapter = open_adapter(folder) if home != folder else open_adapter(folder, saved)
         saved = MergedFiles(weight_files(home), adapter)
@@ -257,7 +282,7 @@ def model_files(
         shapes: of the weights, as `weight_shapes` gives them.
         facts: rows for the model card.
     """
-    dtype = next(iter(shapes.values()))[1]
+    dtype = shapes["model.embed_tokens.weight"][1]  # others may be float32 always
     ids: dict[str, Any] = {}
     contents: dict[str, bytes] = {}
     if tokenizer is not None:
@@ -381,10 +406,21 @@ def _card(c: ModelConfig, shapes: Shapes, facts: dict[str, Any]) -> str:
     rows = {
         "parameters": f"{sum(torch.Size(shape).numel() for shape, _ in shapes.values()):,}",
         "layers × hidden": f"{c.num_hidden_layers} × {c.hidden_size}",
-        "heads (query / key-value)": f"{c.num_attention_heads} / {c.num_key_value_heads}",
+    }
+    if c.is_latent:
+        latent = f"{c.kv_lora_rank} + {c.qk_rope_head_dim}"
+        rows["heads (latent attention)"] = f"{c.num_attention_heads}, of a latent of {latent}"
+    else:
+        rows["heads (query / key-value)"] = f"{c.num_attention_heads} / {c.num_key_value_heads}"
+    if c.expert_layers:
+        shared = f", {c.n_shared_experts} shared" if c.n_shared_experts else ""
+        chosen = f"{c.num_experts_per_tok} of {c.n_routed_experts}{shared}"
+        rows["experts a token"] = f"{chosen}, in {len(c.expert_layers)} layers"
+    rows |= {
         "vocabulary": f"{c.vocab_size:,}",
         "window": f"{c.max_position_embeddings:,} tokens",
-    } | facts
+        **facts,
+    }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     head = f"---\nlibrary_name: pellucid\n---\n\n# Model card\n\nTrained with pellucid {__version__}."
     return f"{head}\n\n| | |\n|---|---|\n{table}\n"

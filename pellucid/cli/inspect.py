@@ -227,10 +227,16 @@ def read_log(path: Path) -> tuple[int, Facts, Facts]:
 
 
 def set_values(config: Any) -> Facts:
-    """A model's configuration without what is off or empty."""
+    """A model's configuration without what is off, empty, or about experts that it has not."""
     from pellucid.config import to_table
 
-    return {key: value for key, value in to_table(config).items() if value not in (None, False, 0)}
+    values = {key: value for key, value in to_table(config).items() if value not in (None, False, 0)}
+    if not values.get("n_routed_experts"):
+        for key in ("scoring_func", "topk_method", "n_group", "topk_group", "routed_scaling_factor"):
+            values.pop(key, None)
+    if getattr(config, "attention_out_bias", None) is False:  # differs from attention_bias, which is shown
+        values["attention_out_bias"] = False
+    return values
 
 
 def lines_of(facts: Facts, indent: str = "") -> list[str]:

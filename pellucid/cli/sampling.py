@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """MODEL, --device and --dtype."""
+    """MODEL, --device, --dtype and --weights."""
     parser.add_argument("model", metavar="MODEL", help="a model folder, a checkpoint or a run")
     parser.add_argument("--device", default="auto", help="cpu, cuda, mps, ...; auto: cuda where there is one, else cpu")
     parser.add_argument(
@@ -20,6 +20,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         default="auto",
         choices=["auto", "float32", "bfloat16", "float16"],
         help="of the weights; auto: as stored",
+    )
+    parser.add_argument(
+        "--weights",
+        choices=["int8", "int4"],
+        help="put those of the linear layers into 8 or 4 bits as they are loaded; on the CPU",
     )
 
 
@@ -70,7 +75,7 @@ def load(args: argparse.Namespace) -> "Loaded":
     from pellucid.checkpoint.model_folder import load_model
     from pellucid.text import check_tokenizer
 
-    loaded = load_model(args.model, device=args.device, dtype=args.dtype)
+    loaded = load_model(args.model, device=args.device, dtype=args.dtype, weights=args.weights)
     if loaded.tokenizer is not None:
         check_tokenizer(loaded.tokenizer, loaded.config)
     return loaded

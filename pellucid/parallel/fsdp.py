@@ -223,13 +223,16 @@ class FSDP(nn.Module):
         ]
 
     def _beside(self, sharded: list[ShardedParameter]) -> list[BesideMatrix]:
-        """Vectors that must be cast for a unit's matrices to be computed with."""
+        """Vectors that must be cast for a unit's matrices to be computed with; none that its module names in ``own_types``."""
         cast = {module: p.padded.dtype for p in sharded if p.padded.dtype != p.dtype for module, _ in p.places}
         return [
             BesideMatrix(module, attribute, parameter, cast[module])
             for parameter, places in self.vectors.values()
             for module, attribute in places
-            if module in cast and parameter.is_floating_point() and parameter.dtype != cast[module]
+            if module in cast
+            and parameter.is_floating_point()
+            and parameter.dtype != cast[module]
+            and attribute not in getattr(module, "own_types", ())
         ]
 
     def _register_hooks(self) -> None:

@@ -86,7 +86,8 @@ class MicroBatchTree:
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         every = list(parameters)
         for _, parameter in every:
-            if parameter.data_ptr() % 64:  # bytes; loaded weights may lie anywhere, and kernels may choose by it
+            # in bytes; loaded weights may lie anywhere and experts lie together, and kernels are chosen by it
+            if parameter.data_ptr() % 64 or parameter.untyped_storage().nbytes() > parameter.nbytes:
                 parameter.data = parameter.data.clone()
         named = [(name, parameter) for name, parameter in every if parameter.requires_grad]
         self._names, self._parameters = [name for name, _ in named], [parameter for _, parameter in named]

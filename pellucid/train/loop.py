@@ -218,8 +218,9 @@ class Trainer:
         self._call("on_before_step", info)
         if update:
             executor.step()  # ★ ZeRO-1/2: gather the new weights
-            for name, delta in self.model.balance_experts(counts).items():
-                executor.add_to_weight(name, delta)
+            if self.config.lora is None:  # an adapter's base stays as it is, and its biases would not be saved
+                for name, delta in self.model.balance_experts(counts).items():
+                    executor.add_to_weight(name, delta)
         else:
             executor.zero_grad()
         state.step, state.epoch, state.tokens_seen = info.step, info.epoch, info.tokens
@@ -232,8 +233,8 @@ class Trainer:
             return loss.sum / weight
         if loss.routing is None:
             raise ConfigError(
-                f"the model has experts (model.n_routed_experts), and strategy {self.config.strategy.name!r} says nothing of "
-                "where tokens went; let it give LossOutput(..., routing=routing_sums(model.config, output, batch))"
+                f"the model has experts (model.n_routed_experts), and the strategy {type(self.setup.strategy).__name__} says "
+                "nothing of where tokens went; let it give LossOutput(..., routing=routing_sums(model.config, output, batch))"
             )
         return loss.sum / weight + loss.routing.loss / sequences[0]
 

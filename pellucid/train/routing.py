@@ -99,6 +99,9 @@ def num_sequences(batch: Batch) -> int:
 def reduce_routing(sums: Sequence[RoutingSums], *, num_tokens: float, sequences: float) -> tuple[RouterInfo, Tensor]:
     """★ One step's router over all micro-batches and ranks, and the tokens of each expert ``[L, E]``.
 
+    Counts are exact. So are sums of micro-batches' float32 values in float64, unless these are very far apart: the order of
+    additions, and with it the number of ranks, is not seen.
+
     Args:
         num_tokens, sequences: of the whole step.
     """

@@ -16,6 +16,7 @@ from pellucid.data.shards import TokenData
 from pellucid.errors import ConfigError, DataError
 from pellucid.model import Transformer
 from pellucid.model.lora import add_lora, lora_of
+from pellucid.model.quantize import refuse_quantized
 from pellucid.optim import build_schedule
 from pellucid.optim.schedules import Schedule
 from pellucid.parallel import Executor, comm, create_executor
@@ -210,6 +211,7 @@ def _build_model(config: RunConfig, model: Transformer | None, data: TokenData |
         shape = config.model if config.model.vocab_size else replace(config.model, vocab_size=vocab_size)
         generator = torch.Generator().manual_seed(config.train.seed)
         model = Transformer(shape, generator=generator)
+    refuse_quantized(model, "to be trained")
     if config.lora is not None:
         add_lora(model, config.lora, generator=torch.Generator().manual_seed(config.train.seed))
     if data is not None and model.config.vocab_size < data.vocab_size:
@@ -226,6 +228,10 @@ def _build_model(config: RunConfig, model: Transformer | None, data: TokenData |
     return model, config
 
 
+BALANCING = ("router_aux_loss_coef", "router_bias_update_speed")
+"""How a model's experts are balanced in training is the run's own choice; 0 leaves it as the model says."""
+
+
 def _initial_model(config: RunConfig, data: TokenData | None) -> Transformer:
     loaded = load_model(config.train.init, device="cpu", dtype="float32")
     if lora_of(loaded.model) is not None:
@@ -238,7 +244,8 @@ def _initial_model(config: RunConfig, data: TokenData | None) -> Transformer:
             f"{config.train.init} and {config.data.path} have different tokenizers; "
             f"prepare the data with --tokenizer {config.train.init}"
         )
-    kept = replace(loaded.config, dropout=config.model.dropout, attend=config.model.attend)
+    theirs_too = {key: value for key in BALANCING if (value := getattr(config.model, key))}
+    kept = replace(loaded.config, dropout=config.model.dropout, attend=config.model.attend, **theirs_too)
     if config.model != ModelConfig():
         theirs, ours = (
             to_table(kept),

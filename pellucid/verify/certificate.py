@@ -256,7 +256,7 @@ def _judge(config: RunConfig, mode: str, references: dict[str, Reference], outco
             if wrong is not None:
                 result.bytes_wrong += wrong
                 result.bytes = "wrong" if result.bytes_wrong else "ok"
-        still = _unmoved(reference, bound(config.model, "fp64"))
+        still = _unmoved(reference, bound(config.model, "fp64"), biases=bool(config.model.router_bias_update_speed))
         result.failure = result.failure or (f"{dtype} {still} does not move" if still else "")
     if not result.failure and result.bytes_wrong:
         result.failure = f"bytes {result.bytes_wrong[0]}"
@@ -325,11 +325,17 @@ def _zero_gradients(reference: Reference, ranks: list[RankResult]) -> list[str]:
     return found + sorted(missing)
 
 
-def _unmoved(reference: Reference, limit: float) -> str:
-    """A weight, or the loss, that moves so little in all steps that being equal would say nothing; "" if there is none."""
+def _unmoved(reference: Reference, limit: float, *, biases: bool) -> str:
+    """A weight, or the loss, that moves so little in all steps that being equal would say nothing; "" if there is none.
+
+    Args:
+        biases: those of routers should move too.
+    """
     if max(reference.losses) - min(reference.losses) <= limit * max(reference.losses):
         return "the loss"
     for name, weight in reference.weights.items():
+        if name.endswith(BALANCING_BIAS) and not biases:
+            continue
         before = reference.initial[name].double()
         if float((weight.double() - before).norm()) <= 10 * limit * float(before.norm()):
             return name

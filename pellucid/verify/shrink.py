@@ -90,17 +90,21 @@ def _shrink_latent(model: ModelConfig) -> dict[str, Any]:
 
 
 def _shrink_experts(model: ModelConfig, hidden: int) -> dict[str, Any]:
-    """Few experts, in as many groups as there were up to 2, with half of them or fewer for each token."""
+    """Few experts, in as many groups as there were up to 2, with half of them or fewer for each token.
+
+    Two where there were two or more: one alone, with ``norm_topk_prob``, would leave its router without a gradient.
+    """
     if not model.n_routed_experts:
         return {}
     experts = min(model.n_routed_experts, EXPERTS)
     groups = min(model.n_group, 2) if experts % 2 == 0 else 1
     allowed = 1 if model.topk_group < model.n_group else groups
+    available = experts // groups * allowed
     return {
         "n_routed_experts": experts,
         "n_group": groups,
         "topk_group": allowed,
-        "num_experts_per_tok": min(model.num_experts_per_tok, max(1, experts // groups * allowed // 2)),
+        "num_experts_per_tok": min(model.num_experts_per_tok, available, max(2, available // 2)),
         "moe_intermediate_size": max(1, min(model.moe_intermediate_size * hidden // model.hidden_size, HIDDEN)),
         "n_shared_experts": min(model.n_shared_experts, 1),
         "first_k_dense_replace": min(model.first_k_dense_replace, LAYERS - 1),

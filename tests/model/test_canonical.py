@@ -12,7 +12,8 @@ from torch import Tensor
 from pellucid.config import ModelConfig
 from pellucid.model import Transformer
 from pellucid.model.attend import fused_attention
-from pellucid.model.canonical import TILE, CanonicalAttend, canonical_attention
+from pellucid.model.canonical import MATMUL_ROWS, CanonicalAttend, canonical_attention
+from pellucid.model.moe import Router
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -94,46 +95,67 @@ def test_a_row_has_the_same_bits_in_every_batch() -> None:
         assert torch.equal(batch[one], attend(0, q[one], k[one], v[one], scale=0.2))
 
 
+MLA: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
+MOE: dict[str, Any] = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MODELS: dict[str, dict[str, Any]] = {
+    "gqa": {},
+    "everything": {"qk_norm": True, "attention_gate": True, "tie_word_embeddings": False},
+    "mla": MLA | {"q_lora_rank": 32, "rope_interleave": True, "sliding_window": 7, "max_window_layers": 1},
+    "mla-expanded": MLA | {"qk_norm": True},
+    "moe": MOE,
+    "mla-moe": MLA
+    | MOE
+    | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "n_shared_experts": 1},
+}
+
+
 class Decoding:
     """Remembers keys and values of one sequence; the rows after the first of each call are padding."""
 
-    def __init__(self, layers: int) -> None:
-        self.seen: list[list[Tensor]] = [[] for _ in range(layers)]
+    def __init__(self, windows: tuple[int | None, ...]) -> None:
+        self.windows = windows
+        self.seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in windows]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
         seen = self.seen[layer]
-        seen.append(torch.stack([k[0], v[0]]))
-        keys, values = torch.stack(seen, 1)
-        out = canonical_attention(q[:1], keys, values, start=len(seen) - 1, scale=scale)
-        return torch.cat([out, torch.zeros_like(q[1:])])
+        seen.append((k[0], v[0]))
+        keys, values = (torch.stack(x) for x in zip(*seen, strict=True))
+        window = self.windows[layer]
+        out = canonical_attention(q[:1], keys, values, start=len(seen) - 1, scale=scale, window=window)
+        return torch.cat([out, out.expand(len(q) - 1, -1, -1)])
 
 
 def row_count_matters(model: Transformer, rows: int, dtype: torch.dtype) -> bool:
     for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            x = torch.randn(rows, module.in_features).to(dtype)
-            if not torch.equal(F.linear(x, module.weight)[:TILE], F.linear(x[:TILE], module.weight)):
+        if isinstance(module, torch.nn.Linear | Router):
+            wide = torch.float32 if isinstance(module, Router) else dtype
+            x, weight = torch.randn(rows, module.weight.shape[1]).to(wide), module.weight.to(wide)
+            if not torch.equal(F.linear(x, weight)[:MATMUL_ROWS], F.linear(x[:MATMUL_ROWS], weight)):
                 return True
     return False
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("changes", [{}, {"qk_norm": True, "attention_gate": True, "tie_word_embeddings": False}])
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
 def test_decoding_a_model_token_by_token_gives_the_bits_of_the_training_forward(
     threads: int, dtype: torch.dtype, changes: dict[str, Any]
 ) -> None:
-    config = ModelConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, attend="canonical", **changes,
-    )  # fmt: skip
-    model = Transformer(config, generator=torch.Generator().manual_seed(0)).to(dtype)
+    shape: dict[str, Any] = {
+        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "initializer_range": 0.2,
+    }  # fmt: skip
+    config = ModelConfig(**shape | changes, attend="canonical")
+    model = Transformer(config, generator=torch.Generator().manual_seed(0)).to(dtype).train()
     if row_count_matters(model, 2 * 21, dtype):
         pytest.skip("on this processor the bits of a linear depend on the number of rows")
     tokens = torch.randint(0, 64, (2, 21), generator=torch.Generator().manual_seed(1))
     whole = model(tokens).logits[0]
-    attend = Decoding(2)
+    assert whole.requires_grad
+    attend = Decoding(model.layer_windows())
     for p in range(21):
-        row = torch.cat([tokens[0, p : p + 1], torch.zeros(TILE - 1, dtype=torch.long)])
+        row = torch.cat([tokens[0, p : p + 1], torch.zeros(MATMUL_ROWS - 1, dtype=torch.long)])
         with torch.no_grad():
-            alone = model(row, torch.full((TILE,), p), attend).logits[0]
+            alone = model(row, torch.full((MATMUL_ROWS,), p), attend).logits[0]
         assert torch.equal(alone, whole[p]), p

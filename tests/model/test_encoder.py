@@ -17,7 +17,12 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 OWN: dict[str, Any] = SHAPE | {"num_key_value_heads": 2}
 DYNAMIC = {"rope_type": "dynamic", "factor": 3.0}
-KINDS = ["own", "dynamic", "bert"]
+EXPERTS: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 12,
+    "n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_shared_experts": 1,
+}  # fmt: skip
+"""Latent attention and a mixture of experts."""
+KINDS = ["own", "dynamic", "experts", "bert"]
 TEXTS = [[3, 7, 0, 9, 11], [5], [0, 0, 21, 33, 4, 8, 2, 49, 1], [17, 0]]
 """Ids; 0 is what they are padded with."""
 
@@ -30,6 +35,8 @@ def make(kind: str, embed: EmbedConfig | None = None, **changes: Any) -> TextEnc
         model = BertEncoder(BertConfig(**(SHAPE | changes)), embed, generator=generator)
     else:
         own = OWN | {"qk_norm": True, "attention_bias": True} | changes
+        if kind == "experts":
+            own |= EXPERTS
         if kind == "dynamic":
             own |= {"max_position_embeddings": 4, "rope_scaling": DYNAMIC}
             embed = EmbedConfig(pooling=(embed or EmbedConfig()).pooling)

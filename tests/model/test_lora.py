@@ -378,3 +378,35 @@ def test_what_is_not_there_to_save_or_would_be_lost_is_refused(tmp_path: Path, b
         save_model(tmp_path / "x", model)
     with pytest.raises(ConfigError, match="is no adapter"):
         save_adapter(base, model)
+
+
+# -- experts -----------------------------------------------------------------------------------------------
+
+
+def test_a_router_s_bias_stays_untrained_with_an_adapter_and_after_it() -> None:
+    model = small(
+        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, n_shared_experts=1,
+        scoring_func="sigmoid", topk_method="noaux_tc",
+    )  # fmt: skip
+    biases = [name for name, _ in model.named_parameters() if name.endswith("e_score_correction_bias")]
+    with torch.no_grad():
+        for name in biases:
+            model.get_parameter(name).copy_(torch.tensor([0.3, -0.2, 0.1, 0.0]))
+    before = bits(model)
+
+    def trained_names() -> set[str]:
+        return {name for name, p in model.named_parameters() if p.requires_grad}
+
+    every = trained_names()
+    targets = ("q_proj", "gate_proj", "up_proj", "down_proj")
+    layers = add_lora(model, LoraConfig(r=2, targets=targets))
+    assert sum(".experts." in name for name in layers) == 2 * 4 * 3 and len(layers) == 2 * (1 + 3 * (4 + 1))
+    assert all(is_adapter_weight(name) for name in trained_names())
+    trained(model)
+    with_adapter = logits(model)
+    merge(model)
+    torch.testing.assert_close(logits(model), with_adapter, rtol=1e-4, atol=1e-5)
+    unmerge(model)
+    remove_lora(model)
+    assert trained_names() == every and not every & set(biases) and len(biases) == 2
+    assert same(bits(model), before)

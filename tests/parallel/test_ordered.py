@@ -5,10 +5,13 @@ import json
 import math
 import os
 import signal
+from dataclasses import asdict
 from fractions import Fraction
 
 import pytest
 import torch
+from experts import EXPERTS
+from experts import changes as of_model
 from safetensors.torch import load_file
 from support import MemorySplit, fork, random_lengths, run_ranks, tiny_config, windows
 from test_plan import check_plan, recorded
@@ -143,6 +146,30 @@ def test_activation_checkpointing_changes_no_bit(alone):
     few = {"train__steps": FEW, "train__activation_checkpointing": True}
     assert outcome("ddp", 2, **few)[0] == alone[0][:FEW]
     assert outcome("none", 1, model__dropout=0.0, **few)[0] != alone[0][:FEW], "dropout must act"
+
+
+class Routers(Callback):
+    """What is logged of a mixture of experts."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_optimizer_step(self, trainer, info):
+        self.seen.append(asdict(info.router))
+
+
+@pytest.mark.parametrize("mode, size", [("ddp", 2), ("zero1", 4)])
+def test_a_mixture_of_experts_has_the_same_bits_too(mode, size):
+    """Biases of routers are in the hash, and what is logged of them is the same."""
+
+    def rank(mode):
+        routers = Routers()
+        found = train(mode, callbacks=[routers], train__steps=FEW, train__val_every=0, **of_model(EXPERTS))
+        return [found["steps"], routers.seen]
+
+    (one,) = run_ranks(lambda: rank("none"), 1)
+    assert run_ranks(lambda: rank(mode), size) == [one] * size
+    assert all(router["loss"] > 0 and router["load"] > 1 for router in one[1]) and len(one[1]) == FEW
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from experts import EXPERTS, LATENT
+from experts import changes as of_model
 from support import fork, run_ranks, tiny_config, windows
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -119,6 +121,37 @@ def test_a_plan_knows_whole_matrices_of_muon(tmp_path, mode):
     infos = [ParameterInfo(n, tuple(s), elementwise=e, unit=u) for n, s, e, u in run_ranks(rank, 3)[0]]
     assert Counter(info.elementwise for info in infos)[False] == 14
     check_plan(tmp_path, 3, mode, infos, 0.01)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2", "zero3", "fsdp2", "torch_ddp"])
+def test_a_plan_knows_what_a_mixture_of_experts_sends(tmp_path, mode):
+    """Sequences beside tokens, and a sum of who got how many; frozen biases of routers are in no bucket of gradients."""
+    model = of_model(LATENT | EXPERTS)
+    run_ranks(lambda: run(tmp_path, mode, 0.01, **model) and None, 3)
+    infos = parameter_infos(Transformer(tiny_config(**model).model, device="meta"))
+    experts = {"expert_layers": 2, "experts": EXPERTS["n_routed_experts"]}
+    own = check_plan(tmp_path, 3, mode, infos, 0.01, total_of_gradients=mode == "torch_ddp", **experts)
+    rows = {row.tag: row for row in own.step}
+    assert rows["tokens"].payload_bytes == 3 * 8 and rows["router"].payload_bytes == (2 * 6 + 2) * 8
+    assert [info.name for bucket in own.buckets for info in bucket.parameters if "bias" in info.name] == []
+    assert sum("e_score_correction_bias" in info.name for info in infos) == 2
+    for rank in range(3):
+        events = recorded(tmp_path, rank)
+        assert events["router", "all_reduce", "float64"][:2] == [1, (2 * 6 + 2) * 8]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2", "zero3", "fsdp2", "torch_ddp"])
+def test_without_experts_nothing_of_them_is_planned(mode):
+    infos = small_infos()
+    without = plan(infos, mode=mode, world_size=4)
+    with_them = plan(infos, mode=mode, world_size=4, expert_layers=3, experts=5)
+    rows = {row.tag: row for row in without.step}
+    assert rows["tokens"].payload_bytes == 16 and "router" not in rows
+    more = {row.tag: row for row in with_them.step}
+    assert more.keys() - rows.keys() == {"router"} and more["router"].payload_bytes == (3 * 5 + 2) * 8
+    assert [tag for tag in rows if rows[tag] != more[tag]] == ["tokens"]
+    assert with_them.wire_bytes == without.wire_bytes + 8 * (1 + 17) * 3 // 2
+    assert plan(infos, mode=mode, world_size=1, expert_layers=3, experts=5).step == ()
 
 
 def test_a_plan_knows_the_type_in_which_gradients_are_reduced(tmp_path):

@@ -151,6 +151,16 @@ def test_each_curve_is_drawn_with_and_without_scripts(run: Path) -> None:
     assert curves["validation"] == [[10, 4.0], [20, 3.0], [30, 2.0], [40, 3.0]]
 
 
+def test_a_mixture_of_experts_has_charts_of_its_own_and_other_runs_have_not(tmp_path: Path) -> None:
+    titles = ["Balancing loss of the experts", "Entropy of the router", "Busiest expert", "Experts without a token"]
+    router = {"router_loss": 0.012, "router_entropy": 1.75, "router_load": 2.0, "router_dead": 0}
+    write_log(tmp_path, *(step(i, **router | {"router_load": 2.0 / i}) for i in range(1, 5)))
+    text = " ".join(page_of(tmp_path).texts)
+    assert all(title in text for title in titles) and "times an equal share" in text
+    write_log(tmp_path, *(step(i) for i in range(1, 5)))
+    assert not [title for title in titles if title in " ".join(page_of(tmp_path).texts)]
+
+
 def test_an_empty_folder_gives_a_page_that_says_so(tmp_path: Path) -> None:
     page = page_of(tmp_path)
     assert page.says("No step of training")

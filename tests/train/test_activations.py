@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from experts import EXPERTS, LATENT
+from experts import changes as changes_of
 from support import TINY
 from torch.profiler import ProfilerActivity, profile
 
@@ -24,6 +26,10 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SMALL: dict[str, Any] = {
     "model.vocab_size": 8192, "train.dtype": "float32", "train.device": "cpu", "train.micro_batch": 1, "train.global_batch": 1,
 }  # fmt: skip
+
+
+LITTLE_LATENT = changes_of(LATENT | {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "v_head_dim": 16})
+LITTLE_EXPERTS = changes_of(EXPERTS | {"moe_intermediate_size": 40})
 
 
 def small(**changes: Any) -> RunConfig:
@@ -68,8 +74,9 @@ def measured_peak(config: RunConfig, documents: int = 1) -> int:
     strategy = Pretrain(options_of("strategy", "pretrain", config.strategy.options))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         with autocast(torch.device("cpu"), DTYPES[config.train.dtype]):
-            loss = strategy(model, batch).sum
-        (loss / 7).backward()
+            out = strategy(model, batch)
+        loss = out.sum / 7 if out.routing is None else out.sum / 7 + out.routing.loss / 7
+        loss.backward()
     events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
     now = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
@@ -108,8 +115,13 @@ def test_the_small_model_under_bfloat16_autocast_takes_what_was_predicted(contex
         {"model__attend": "canonical"},
         {"strategy__label_smoothing": 0.1, "train__micro_batch": 1},
         {"train__dtype": "bfloat16", "model__num_hidden_layers": 3},
+        LITTLE_LATENT,
+        LITTLE_LATENT | {"model__attend": "canonical", "train__activation_checkpointing": True},
+        LITTLE_EXPERTS,
+        LITTLE_EXPERTS | {"train__activation_checkpointing": True, "model__first_k_dense_replace": 1},
+        LITTLE_LATENT | LITTLE_EXPERTS | {"train__dtype": "bfloat16"},
     ],
-    ids=lambda changes: " ".join(f"{key.partition('__')[2]}={value}" for key, value in changes.items()) or "plain",
+    ids=lambda changes: " ".join(f"{key.partition('__')[2]}={value}" for key, value in changes.items())[:80] or "plain",
 )
 def test_every_kind_of_model_takes_what_was_predicted(changes, documents):
     config = little(**changes)

@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from experts import EXPERTS, LATENT
 from support import TINY
 
 from pellucid.config import RunConfig, run_config
 from pellucid.data.batches import Loader
 from pellucid.errors import ConfigError
+from pellucid.parallel import Executor, comm
 from pellucid.parallel.ledger import CommEvent
 from pellucid.parallel.plan import PlannedCollective
 from pellucid.verify import certificate
@@ -46,6 +48,22 @@ def test_every_mode_passes_in_every_kind_of_configuration_and_this_is_the_measur
         "untied, embedding 1": {"model": {"tie_word_embeddings": False, "embedding_range": 1.0}},
         "recomputed, not clipped": {"train": {"activation_checkpointing": True}, "optim": {"max_grad_norm": None}},
         "smoothed, yarn": {"strategy": {"label_smoothing": 0.1}, "model": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}},
+        "latent": {"model": LATENT | {"num_key_value_heads": 4}},
+        "latent, muon, interleaved": {
+            "model": LATENT | {"num_key_value_heads": 4, "rope_interleave": True}, "optim": {"name": "muon", "lr": 0.02},
+        },
+        "experts": {"model": EXPERTS | {"moe_intermediate_size": 64, "n_routed_experts": 8}},
+        "experts, softmax, muon": {
+            "model": {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+            "optim": {"name": "muon", "lr": 0.02},
+        },
+        "latent, experts, groups": {
+            "model": LATENT | EXPERTS | {
+                "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+                "moe_intermediate_size": 64,
+            },
+            "train": {"activation_checkpointing": True},
+        },
         "large weights and rate": {"model": {"initializer_range": 0.2}, "optim": {"lr": 0.1}},
     }  # fmt: skip
     highest = 0.0
@@ -61,6 +79,37 @@ def test_every_mode_passes_in_every_kind_of_configuration_and_this_is_the_measur
                 highest = max(highest, ratio)
     print(f"highest {highest * BOUND_FACTOR:.1f}, allowed {BOUND_FACTOR}")
     assert highest < 0.7
+
+
+def test_every_mode_is_right_with_latent_attention_and_experts():
+    """Latents, groups, a dense layer, shared experts, the balancing loss and biases that move."""
+    model = TINY | LATENT | EXPERTS | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    result = verify_modes(run_config(SMALL | {"model": model}), 2)
+    assert result.passed and result.last_line() == "verified: 6 modes, 2 ranks", result.last_line()
+    assert all(mode.bytes == "ok" and not mode.zero_gradients for mode in result.modes)
+
+
+def test_biases_must_move_where_they_balance_and_stay_where_they_do_not():
+    model = TINY | EXPERTS
+    still = run_config(SMALL | {"model": model | {"router_bias_update_speed": 0.0}})
+    assert verify_modes(still, 2, modes=["ddp"]).last_line() == "verified: 1 mode, 2 ranks"
+    weights = {"w": torch.ones(4), "gate.e_score_correction_bias": torch.zeros(4)}
+    reference = Reference("fp64", [1.0, 2.0], [1.0], [], weights, weights | {"w": torch.zeros(4)})
+    assert certificate._unmoved(reference, 1e-13, biases=False) == ""
+    assert certificate._unmoved(reference, 1e-13, biases=True) == "gate.e_score_correction_bias"
+
+
+def test_a_bias_that_moves_on_one_rank_alone_is_caught(monkeypatch):
+    """Rank 1 moves it twice as far: its tokens then go elsewhere, and its copy differs."""
+    move = Executor.add_to_weight
+
+    def wrong(self, name, delta):
+        move(self, name, delta * (1 + comm.rank()))
+
+    monkeypatch.setattr(Executor, "add_to_weight", wrong)
+    model = TINY | EXPERTS | {"router_bias_update_speed": 0.05}
+    result = verify_modes(run_config(SMALL | {"model": model}), 2, modes=["ddp"])
+    assert not result.passed and result.last_line().startswith("FAILED: ddp fp64")
 
 
 def test_the_bound_is_epsilon_times_depth():
@@ -111,6 +160,44 @@ def test_shrinking_keeps_what_makes_a_configuration_its_own():
     assert told["ddp.reduce_dtype" if "ddp.reduce_dtype" in told else "parallel.ddp.reduce_dtype"] == ("bfloat16", None)
     assert "optim.name" not in told and "model.qk_norm" not in told
     assert shrink(small, 4) == small, "what is small already stays"
+
+
+DEEPSEEK_V3 = {
+    "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128, "vocab_size": 129280,
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+
+
+def test_shrinking_keeps_latents_groups_and_kinds_of_experts():
+    model = shrink(run_config({"model": DEEPSEEK_V3, "train": {"steps": 5}}), 2).model
+    assert (model.kv_lora_rank, model.q_lora_rank, model.head_dim) == (32, 32, 32) and model.is_latent
+    assert (model.n_routed_experts, model.n_group, model.topk_group, model.num_experts_per_tok) == (8, 2, 1, 2)
+    assert (model.first_k_dense_replace, model.num_hidden_layers, model.n_shared_experts) == (1, 2, 1)
+    assert model.moe_intermediate_size == 2048 * 128 // 7168 and model.topk_method == "noaux_tc"
+
+
+@pytest.mark.parametrize(
+    "experts, chosen, groups, allowed, expected",
+    [
+        (8, 2, 1, 1, 2),
+        (4, 2, 2, 1, 2),
+        (2, 2, 1, 1, 2),
+        (3, 3, 1, 1, 2),
+        (64, 6, 1, 1, 4),
+        (5, 1, 1, 1, 1),
+        (16, 8, 4, 4, 4),
+    ],
+)
+def test_two_experts_a_token_stay_two(experts, chosen, groups, allowed, expected):
+    """One alone with normed weights has a weight of 1, and its router no gradient."""
+    model = TINY | EXPERTS | {
+        "n_routed_experts": experts, "num_experts_per_tok": chosen, "n_group": groups, "topk_group": allowed,
+    }  # fmt: skip
+    small = shrunk(2, model=model).model
+    assert small.num_experts_per_tok == expected <= small.n_routed_experts // small.n_group * small.topk_group
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

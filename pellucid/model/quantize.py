@@ -1,0 +1,222 @@
+"""Linear layers whose weights have 8 or 4 bits, multiplied without being unpacked, by torch's own kernels for the CPU.
+
+Inside a layer activations are bfloat16, whatever comes in: the kernels take float32 too, but one number at a time, 10 to 60
+times slower. Scales are rounded to bfloat16 first and the weights divided by what they became, so rounding adds no error.
+
+A row gets the same bits alone and among others: measured on torch 2.13 with AVX2 for 1, 2, 3, 4, 5, 7, 8, 16, 33 and 64
+rows, 1 and 2 threads, both kinds, nine shapes. Other processors have kernels of their own, where that is not measured.
+
+Shapes: O outputs, I inputs, G groups of `GROUP` inputs.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pellucid.errors import CheckpointError, ConfigError
+from pellucid.model.lora import LoraLinear
+from pellucid.model.transformer import Transformer
+
+GROUP = 32
+"""Inputs that share a scale and a zero in 4 bits; the fewest that the kernel takes."""
+OUTPUTS = 16
+"""The kernel of 4 bits takes outputs in multiples of this."""
+INPUTS = 32
+"""Inputs are padded to multiples of this: the kernel of 8 bits reads whole vectors, past the end of a shorter row."""
+CHUNK = 2**16
+"""Elements that are quantised at a time."""
+HEAD = "lm_head"
+KEPT = "kv_b_proj"
+"""The layer of latent attention that stays: its weight is used as a matrix where a cache holds latents."""
+
+
+class PackedLinear(nn.Module):
+    """``[..., I] -> [..., O]`` in the dtype that comes in, without parameters and without gradients.
+
+    ``to(dtype)`` leaves the packed weights and their scales alone.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("bias", None if bias is None else bias.detach())
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """bfloat16 rows ``[N, I]``, I padded -> ``[N, O]``, O padded."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features).to(torch.bfloat16)
+        rows = F.pad(rows, (0, -self.in_features % INPUTS)).contiguous()
+        out = self.multiply(rows)[:, : self.out_features].to(x.dtype)
+        out = out.reshape(*x.shape[:-1], self.out_features)
+        return out if self.bias is None else out + self.bias.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class Int8Linear(PackedLinear):
+    """A linear layer of 8 bits a weight, by `to_int8`."""
+
+    packed: Tensor
+    scale_bits: Tensor
+    """bfloat16 seen as integers, which ``to(dtype)`` leaves alone."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__(weight, bias)
+        levels, scale = to_int8(weight)
+        self.register_buffer("packed", F.pad(levels, (0, -self.in_features % INPUTS)))
+        self.register_buffer("scale_bits", scale.view(torch.int16))
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        out: Tensor = torch.ops.aten._weight_int8pack_mm(rows, self.packed, self.scale_bits.view(torch.bfloat16))
+        return out
+
+
+class Int4Linear(PackedLinear):
+    """A linear layer of 5 bits a weight, by `to_int4`: 4, and a scale and a zero of 16 for each 32 weights."""
+
+    packed: Tensor
+    scale_zero_bits: Tensor
+    """bfloat16 seen as integers, as in `Int8Linear`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__(weight, bias)
+        levels, scale_zero = to_int4(weight)
+        padding = -self.out_features % OUTPUTS
+        levels, scale_zero = F.pad(levels, (0, 0, 0, padding)), F.pad(scale_zero, (0, 0, 0, padding))
+        self.register_buffer("packed", torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1))
+        self.register_buffer("scale_zero_bits", scale_zero.view(torch.int16))
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        scale_zero = self.scale_zero_bits.view(torch.bfloat16)
+        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, scale_zero)
+        return out
+
+
+KINDS: dict[str, type[PackedLinear]] = {"int8": Int8Linear, "int4": Int4Linear}
+
+
+def quantize_(model: Transformer, kind: str) -> list[str]:
+    """Put the weights of a decoder's linear layers into 8 or 4 bits, in place, one after the other; returns their names.
+
+    The head gets 8 bits in either kind; where it is tied, it becomes a copy of its own, and the embedding stays for looking
+    up ids. Embedding, norms, biases, the routers of experts (whose choices flip on small errors) and `KEPT` stay. A merged
+    adapter goes into the weights. Nothing of the model can be trained afterwards, nor saved.
+
+    Args:
+        kind: "int8" or "int4".
+
+    Raises:
+        ConfigError: an unknown kind; a model that is not on the CPU, is quantised, or has an adapter that is not merged.
+        CheckpointError: a weight is not finite; names it. Layers before it are quantised by then.
+    """
+    embedding = model.model.embed_tokens.weight
+    check_kind(kind, embedding.device)
+    refuse_quantized(model, "to be quantised")
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    adapted = {name: layer for name, layer in layers.items() if isinstance(layer, LoraLinear)}
+    if any(layer.original is None for layer in adapted.values()):
+        raise ConfigError(
+            f"weights {kind}: the model has an adapter that is not merged; call merge(model) of pellucid.model.lora first, "
+            "or load what `pellucid export ADAPTER --out MODEL` writes"
+        )
+    inside = tuple(f"{name}." for name in adapted)  # the adapter's own two
+    names = [name for name in layers if name.rpartition(".")[2] != KEPT and not name.startswith(inside)]
+    del layers, adapted  # each layer is freed when it is replaced
+    model.requires_grad_(False)
+    for name in names:
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        _put(model, name, linear.weight, linear.bias, kind)
+    if model.lm_head is None:
+        _put(model, HEAD, embedding, None, kind)
+        names.append(HEAD)
+    return names
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether some of its layers were replaced by `quantize_`."""
+    return any(isinstance(module, PackedLinear) for module in model.modules())
+
+
+def refuse_quantized(model: nn.Module, wish: str) -> None:
+    """`ConfigError` for a quantised model, which is not there ``wish``, as in "to be trained"."""
+    if is_quantized(model):
+        raise ConfigError(
+            f"the model's weights have 8 or 4 bits, which are for computing with, not {wish}; "
+            "load it without weights=..., or without --weights"
+        )
+
+
+def check_kind(kind: str, device: torch.device) -> None:
+    """`ConfigError` for a kind that is not known, or a device that it does not run on."""
+    if kind not in KINDS:
+        raise ConfigError(f"weights {kind!r} are unknown; known: {', '.join(KINDS)}")
+    if device.type != "cpu":
+        raise ConfigError(
+            f'weights "{kind}" run on cpu, and the model\'s device is {device}; set device to cpu, or leave weights out'
+        )
+
+
+def memory_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers, tied ones once."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round to nearest, ``weight ~ levels * scale``: levels int8 ``[O, I]`` of -127 ... 127, scale bfloat16 ``[O]``.
+
+    The error is half a scale at most.
+    """
+    levels = torch.empty(weight.shape, dtype=torch.int8)
+    scale = torch.empty(len(weight), dtype=torch.bfloat16)
+    for rows in _chunks(weight):
+        wide = weight[rows].detach().float()
+        scale[rows] = wide.abs().amax(1) / 127
+        divisor = scale[rows].float().unsqueeze(1)
+        levels[rows] = (wide / divisor.where(divisor > 0, 1)).round_().clamp_(-127, 127)
+    return levels, scale
+
+
+def to_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round to nearest, ``weight ~ (levels - 8) * scale + zero``, a scale and a zero for each group of `GROUP` inputs.
+
+    Levels are spread evenly from a group's least weight to its greatest. The error is half a scale at most, or 1/256 of
+    ``zero`` where that is more: what rounding it to bfloat16 can cost the weights at the ends.
+
+    Returns:
+        Levels int32 ``[O, 32 G]`` of 0 ... 15, the last group padded; scale and zero bfloat16 ``[G, O, 2]``.
+    """
+    groups = -(-weight.shape[1] // GROUP)
+    levels = torch.empty(len(weight), groups * GROUP, dtype=torch.int32)
+    scale_zero = torch.empty(groups, len(weight), 2, dtype=torch.bfloat16)
+    for rows in _chunks(weight):
+        wide = weight[rows].detach().float()
+        padding = wide[:, -1:].expand(-1, groups * GROUP - wide.shape[1])  # widens no range
+        grouped = torch.cat([wide, padding], 1).view(-1, groups, GROUP)
+        low, high = grouped.aminmax(dim=-1)
+        scale = ((high - low) / 15).bfloat16()
+        zero = ((high + low + scale.float()) / 2).bfloat16()  # the value of level 8, half a step above the middle
+        divisor = scale.float().where(scale > 0, 1).unsqueeze(-1)
+        nearest = ((grouped - zero.float().unsqueeze(-1)) / divisor).round_().clamp_(-8, 7)
+        levels[rows] = nearest.flatten(1).add_(8).int()
+        scale_zero[:, rows] = torch.stack([scale, zero], -1).transpose(0, 1)
+    return levels, scale_zero
+
+
+def _chunks(weight: Tensor) -> list[slice]:
+    step = max(1, CHUNK // weight.shape[1])
+    return [slice(start, start + step) for start in range(0, len(weight), step)]
+
+
+def _put(model: nn.Module, name: str, weight: Tensor, bias: Tensor | None, kind: str) -> None:
+    if not weight.isfinite().all():
+        raise CheckpointError(
+            f"{name}.weight has values that are not finite, which {kind} has no place for; the file is damaged"
+        )
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, KINDS["int8" if name == HEAD else kind](weight, bias))
