@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pellucid.data.batches import Batch, Loader, Windows
     from pellucid.data.shards import TokenData
     from pellucid.errors import CheckpointError, ConfigError, DataError, PellucidError, RankError, RequestError
-    from pellucid.inference import SamplingParams
+    from pellucid.inference import AsyncEngine, Engine, Request, SamplingParams
     from pellucid.model import BertEncoder, EmbedConfig, Encoder, Transformer
     from pellucid.parallel import (
         DDP,
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pellucid.train import Callback, StopTraining, Trainer, TrainState
 
 _HOMES = {
+    "AsyncEngine": "pellucid.inference",
     "Batch": "pellucid.data.batches",
     "Callback": "pellucid.train",
     "BertEncoder": "pellucid.model",
@@ -44,6 +45,7 @@ _HOMES = {
     "DataError": "pellucid.errors",
     "EmbedConfig": "pellucid.model",
     "Encoder": "pellucid.model",
+    "Engine": "pellucid.inference",
     "Executor": "pellucid.parallel",
     "Loaded": "pellucid.checkpoint.model_folder",
     "LoadedEncoder": "pellucid.checkpoint.encoder_folder",
@@ -52,6 +54,7 @@ _HOMES = {
     "OptimizerProtocol": "pellucid.parallel",
     "PellucidError": "pellucid.errors",
     "RankError": "pellucid.errors",
+    "Request": "pellucid.inference",
     "RequestError": "pellucid.errors",
     "RunConfig": "pellucid.config",
     "SamplingParams": "pellucid.inference",
@@ -82,6 +85,7 @@ _HOMES = {
 __all__ = [
     "DDP",
     "FSDP",
+    "AsyncEngine",
     "Batch",
     "BertEncoder",
     "Callback",
@@ -90,6 +94,7 @@ __all__ = [
     "DataError",
     "EmbedConfig",
     "Encoder",
+    "Engine",
     "Executor",
     "Loaded",
     "LoadedEncoder",
@@ -98,6 +103,7 @@ __all__ = [
     "OptimizerProtocol",
     "PellucidError",
     "RankError",
+    "Request",
     "RequestError",
     "RunConfig",
     "SamplingParams",

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from pellucid.config import ModelConfig
 from pellucid.errors import CheckpointError, PellucidError, RequestError
-from pellucid.inference import SamplingParams, generate, stream
+from pellucid.inference import Engine, Request, SamplingParams, generate, stream
+from pellucid.inference.sample import NOT_FINITE
 from pellucid.model import Transformer
 from pellucid.tokenizer import Tokenizer
 from pellucid.tokenizer.stream import IncrementalDecoder
@@ -32,19 +33,30 @@ def generate_text(
     results = generate(model, ids, with_stop_ids(params, tokenizer), batch_size=batch_size)
     for i, result in enumerate(results):
         if result.finish_reason == "error":
-            raise PellucidError(not_finite(f"prompt {i // params.n}", len(result.ids)))
+            raise PellucidError(failed(f"prompt {i // params.n}", len(result.ids), result.error))
     return [decode(tokenizer, result.ids) for result in results]
 
 
 def stream_text(
-    model: Transformer, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    engine: Engine | None = None,
 ) -> Iterator[str]:
-    """The pieces of one answer as its tokens are drawn, never half a character; errors as in `generate_text`."""
+    """The pieces of one answer as its tokens are drawn, never half a character; errors as in `generate_text`.
+
+    Args:
+        engine: of ``model``, with what it remembers of earlier prompts; None makes one.
+    """
+    params = with_stop_ids(params, tokenizer)
+    events = stream(model, prompt, params) if engine is None else engine.stream(Request("text", tuple(prompt), params))
     decoder = IncrementalDecoder(tokenizer)
-    for drawn, event in enumerate(stream(model, prompt, with_stop_ids(params, tokenizer))):
-        if event.token is None:
-            raise PellucidError(not_finite("the answer", drawn))
-        if event.token < tokenizer.vocab_size:
+    for drawn, event in enumerate(events):
+        if event.finish_reason == "error":
+            raise PellucidError(failed("the answer", drawn, event.error))
+        if event.token is not None and event.token < tokenizer.vocab_size:
             yield decoder.push(event.token)
     yield decoder.finish()
 
@@ -80,9 +92,7 @@ def check_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> None:
         )
 
 
-def not_finite(what: str, drawn: int) -> str:
+def failed(what: str, drawn: int, error: str | None) -> str:
     """The message for a request that ended with ``finish_reason`` "error"."""
-    return (
-        f"{what}: the model's logits are not finite after {drawn} new tokens; "
-        "its weights are damaged or its dtype is too narrow: try --dtype float32"
-    )
+    hint = "; its weights are damaged or its dtype is too narrow: try --dtype float32" if error == NOT_FINITE else ""
+    return f"{what}: {error} after {drawn} new tokens{hint}"

@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": BASE | {"parallel", "model", "tokenizer"},
     "inference": BASE | {"model"},
     "text": BASE | {"tokenizer", "model", "checkpoint", "inference"},
+    "text_constraints": BASE | {"tokenizer", "inference"},
     "evaluate": BASE | {"tokenizer", "model", "optim", "parallel", "data", "checkpoint", "inference"},
     "train": BASE | {"tokenizer", "model", "optim", "parallel", "data", "checkpoint"},
     "report": BASE,
@@ -227,7 +228,9 @@ def test_import_pellucid_is_light() -> None:
 
 def test_the_rooms_and_the_command_line_load_no_optional_package() -> None:
     rooms = sorted({room(module) for module in SOURCES} - {"", "__main__", "server"})
-    optional = ["transformers", "h5py", "pyarrow", "zstandard", "gguf", "fastapi", "starlette", "uvicorn", "hypothesis"]
+    optional = [
+        "transformers", "h5py", "pyarrow", "zstandard", "gguf", "llguidance", "fastapi", "starlette", "uvicorn", "hypothesis",
+    ]  # fmt: skip
     script = (
         f"import importlib, sys\nfor room in {rooms!r}: importlib.import_module('pellucid.' + room)\n"
         f"print([m for m in {optional!r} if m in sys.modules])"

@@ -24,7 +24,6 @@ COMING_FROM = ROOT / "docs" / "coming-from.md"
 
 ISSUES = {
     "Full sharding, one logical checkpoint",
-    "The model family and foreign formats",
     "The inference engine",
     "The server",
     "Post-training",

@@ -83,7 +83,8 @@ def test_logits_that_are_not_finite_name_the_prompt(tokenizer: Tokenizer) -> Non
     with torch.no_grad():
         model.model.embed_tokens.weight[row] = torch.nan
     with pytest.raises(
-        PellucidError, match=r"^prompt 1: the model's logits are not finite after 0 new tokens"
+        PellucidError,
+        match=r"^prompt 1: the model's logits are not finite \(a NaN, \+inf, or nothing but -inf\) after 0 new tokens",
     ) as caught:
         generate_text(model, tokenizer, ["tea", "Q", "fox"], PARAMS)
     assert caught.value.exit_code == 1

@@ -4,14 +4,21 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pellucid.cli.output import notice
-from pellucid.cli.sampling import add_model_flags, add_sampling_flags, load_with_tokenizer, sampling_params
+from pellucid.cli.sampling import (
+    add_engine_flags,
+    add_model_flags,
+    add_sampling_flags,
+    engine_options,
+    load_with_tokenizer,
+    sampling_params,
+)
 from pellucid.errors import PellucidError, RequestError
 
 if TYPE_CHECKING:
-    from pellucid.inference import SamplingParams
+    from pellucid.inference import Engine, SamplingParams
     from pellucid.model import Transformer
     from pellucid.tokenizer import Tokenizer
 
@@ -29,6 +36,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_model_flags(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     add_sampling_flags(parser)
+    add_engine_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -36,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     """Talk until the input ends. Without a terminal, a turn that failed makes the exit code."""
     params = sampling_params(args)
     loaded, tokenizer = load_with_tokenizer(args, needed_for="a chat")
-    chat = Chat(loaded.model, tokenizer, params, args.system)
+    chat = Chat(loaded.model, tokenizer, params, args.system, engine_options(args))
     if not chat.has_template:
         if args.system is not None:
             raise RequestError("--system needs a chat template, and this model's tokenizer has none")
@@ -67,9 +75,16 @@ class Chat:
     tokenizer: "Tokenizer"
     params: "SamplingParams"
     system: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the engine, which remembers the conversation, so that a turn only reads what is new."""
     messages: list[Message] = field(default_factory=list)
+    engine: "Engine" = field(init=False)
 
     def __post_init__(self) -> None:
+        from pellucid.inference import Request, SamplingParams, engine_for, window_of
+
+        longest = Request("longest", (0,), SamplingParams(max_tokens=window_of(self.model.config)))
+        self.engine = engine_for(self.model, [longest], 1, **self.options)
         self.reset()
 
     @property
@@ -127,7 +142,7 @@ class Chat:
 
         pieces: list[str] = []
         try:
-            for piece in stream_text(self.model, self.tokenizer, prompt, self.params):
+            for piece in stream_text(self.model, self.tokenizer, prompt, self.params, engine=self.engine):
                 pieces.append(piece)
                 write(piece)
         except KeyboardInterrupt:

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from pellucid.cli.output import Progress, notice, print_json
 from pellucid.cli.records import OutFile, read_records
-from pellucid.cli.sampling import add_model_flags, add_sampling_flags, load, sampling_params
+from pellucid.cli.sampling import (
+    add_engine_flags,
+    add_model_flags,
+    add_sampling_flags,
+    engine_options,
+    load,
+    sampling_params,
+)
 from pellucid.errors import ConfigError, PellucidError, RequestError
 
 if TYPE_CHECKING:
@@ -35,6 +42,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="one line for each sample, in input order; lines already there are kept and skipped",
     )
     add_sampling_flags(parser)
+    add_engine_flags(parser)
     parser.add_argument("--num-samples", type=int, metavar="N", help="samples of each prompt (default 1)")
     parser.add_argument("--logprobs", action="store_true", help="with the log-probability of each token, in nats")
     parser.add_argument("--batch-size", type=int, default=16, help="samples that run together (default 16)")
@@ -116,7 +124,7 @@ def encode_record(loaded: "Loaded", table: dict[str, Any]) -> list[int]:
 def run_prompt(args: argparse.Namespace, loaded: "Loaded", job: Job) -> int:
     """One prompt: its text on stdout, or one object. `PellucidError` if it failed."""
     records = []
-    for _, sample, result in finished(loaded, [job], args.batch_size):
+    for _, sample, result in finished(loaded, [job], args):
         if result.finish_reason == "error":
             raise PellucidError(failure(job, result))
         records.append(record_of(loaded, job, sample, result, logprobs=args.logprobs))
@@ -143,7 +151,7 @@ def run_prompts(args: argparse.Namespace, loaded: "Loaded", jobs: list[Job]) -> 
     done = failures = tokens = 0
     start = time.monotonic()
     with Progress("generate", len(missing), quiet=args.quiet) as bar:
-        for job, sample, result in finished(loaded, todo, args.batch_size):
+        for job, sample, result in finished(loaded, todo, args):
             if (job.id, sample) not in missing:
                 continue
             if result.finish_reason == "error":
@@ -164,26 +172,16 @@ def run_prompts(args: argparse.Namespace, loaded: "Loaded", jobs: list[Job]) -> 
     return 1 if failures else 0
 
 
-def finished(loaded: "Loaded", jobs: list[Job], batch_size: int) -> Iterator[tuple[Job, int, "Result"]]:
-    """The numbered samples of each job, in order, as batch after batch is done."""
-    from pellucid.inference import generate
+def finished(loaded: "Loaded", jobs: list[Job], args: argparse.Namespace) -> Iterator[tuple[Job, int, "Result"]]:
+    """The numbered samples of each job, in order, as they are done."""
+    from pellucid.inference import Request, engine_for
 
-    for batch in batches_of(jobs, batch_size):
-        params = [job.params for job in batch]
-        results = iter(generate(loaded.model, [job.tokens for job in batch], params, batch_size=batch_size))
-        yield from ((job, sample, next(results)) for job in batch for sample in range(job.params.n))
-
-
-def batches_of(jobs: list[Job], batch_size: int) -> Iterator[list[Job]]:
-    """Runs of jobs that make up at least ``batch_size`` samples."""
-    batch: list[Job] = []
-    for job in jobs:
-        batch.append(job)
-        if sum(job.params.n for job in batch) >= batch_size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+    if not jobs:
+        return
+    requests = [Request(str(i), tuple(job.tokens), job.params) for i, job in enumerate(jobs)]
+    engine = engine_for(loaded.model, requests, args.batch_size, **engine_options(args))
+    for job, results in zip(jobs, engine.results(requests), strict=True):
+        yield from ((job, sample, result) for sample, result in enumerate(results))
 
 
 def record_of(loaded: "Loaded", job: Job, sample: int, result: "Result", *, logprobs: bool) -> dict[str, Any]:
@@ -205,6 +203,6 @@ def record_of(loaded: "Loaded", job: Job, sample: int, result: "Result", *, logp
 
 def failure(job: Job, result: "Result") -> str:
     """What to say about a request that ended with an error."""
-    from pellucid.text import not_finite
+    from pellucid.text import failed
 
-    return not_finite(job.location, len(result.ids))
+    return failed(job.location, len(result.ids), result.error)

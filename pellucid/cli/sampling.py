@@ -1,8 +1,9 @@
 """The flags and the loading that `generate` and `chat` share."""
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from pellucid.cli.output import notice
 from pellucid.errors import RequestError
 
 if TYPE_CHECKING:
@@ -37,6 +38,33 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, help="the same seed draws the same tokens")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="new tokens at most (default 256)")
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """How the engine runs; none changes a result but --fast."""
+    parser.add_argument(
+        "--fast",
+        action="store_true",
+        help="give up that a result has the same bits whatever runs beside it, for speed",
+    )
+    parser.add_argument(
+        "--speculate", type=int, default=0, metavar="K", help="guess K tokens from the text so far (default 0)"
+    )
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="the step log on stderr: who got which tokens, reuse, evictions, pre-emptions",
+    )
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Of `pellucid.inference.Engine`."""
+    from pellucid.cli.steps import step_line
+
+    options: dict[str, Any] = {"exact": not args.fast, "speculate": args.speculate}
+    if args.explain:
+        options["on_step"] = lambda record: notice(step_line(record))
+    return options
 
 
 def sampling_params(args: argparse.Namespace) -> "SamplingParams":

@@ -1,6 +1,10 @@
-"""From token ids to token ids: sampling, the key/value cache, and generation."""
+"""From token ids to token ids: sampling, the paged key/value cache, and the engine."""
 
-from pellucid.inference.generate import generate, stream
+from pellucid.inference.async_engine import AsyncEngine
+from pellucid.inference.constraints import Constraint, ConstraintState
+from pellucid.inference.engine import Engine, EngineError
+from pellucid.inference.generate import engine_for, generate, stream
+from pellucid.inference.records import EngineStats, StepRecord
 from pellucid.inference.request import (
     FinishReason,
     Request,
@@ -11,14 +15,24 @@ from pellucid.inference.request import (
     update_params,
     window_of,
 )
+from pellucid.inference.scheduler import QueueFullError
 
 __all__ = [
+    "AsyncEngine",
+    "Constraint",
+    "ConstraintState",
+    "Engine",
+    "EngineError",
+    "EngineStats",
     "FinishReason",
+    "QueueFullError",
     "Request",
     "Result",
     "SamplingParams",
+    "StepRecord",
     "TokenEvent",
     "check_request",
+    "engine_for",
     "generate",
     "stream",
     "update_params",

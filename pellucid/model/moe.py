@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pellucid.config import ModelConfig
-from pellucid.model.canonical import MATMUL_ROWS
+from pellucid.model.canonical import MATMUL_ROWS, matmul_rows
 from pellucid.model.experts import add_up, mix, pack, padded
 from pellucid.model.mlp import SwiGLU
 
@@ -144,7 +144,7 @@ class MixtureOfExperts(nn.Module):
         linears = self._linears()
         if all(type(linear) is nn.Linear for linear in linears):
             experts = [cast(Tensor, linear.weight) for linear in linears]
-            return mix(tokens, weights, order, counts, experts, min_rows=self.min_rows)
+            return mix(tokens, weights, order, counts, experts, min_rows=min(self.min_rows, matmul_rows(tokens.dtype)))
         return self._one_by_one(tokens, weights, order, counts)
 
     def _linears(self) -> list[nn.Module]:
@@ -165,7 +165,7 @@ class MixtureOfExperts(nn.Module):
         """The same with the experts' own forward, for layers of another class."""
         mine = tokens[order // weights.shape[1]].split(counts)
         outs = [
-            expert(padded(x, self.min_rows))[: len(x)]
+            expert(padded(x, min(self.min_rows, matmul_rows(x.dtype))))[: len(x)]
             for expert, x in zip(self.experts, mine, strict=True)
             if len(x) or torch.is_grad_enabled()  # without a token too, so that its gradients are zeros
         ]

@@ -136,7 +136,6 @@ def test_ctrl_c_at_the_prompt_ends_with_130(folder: Path, monkeypatch: pytest.Mo
 
 def test_the_answer_streams_piece_by_piece(model: Transformer) -> None:
     events: list[Any] = []
-    chat = chat_command.Chat(model, make_tokenizer(), PARAMS)
     step = model.forward_hidden
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -144,6 +143,7 @@ def test_the_answer_streams_piece_by_piece(model: Transformer) -> None:
         return step(*args, **kwargs)
 
     model.forward_hidden = watched  # type: ignore[method-assign]
+    chat = chat_command.Chat(model, make_tokenizer(), PARAMS)
     try:
         chat.say("hello", events.append)
     finally:

@@ -199,7 +199,10 @@ def test_a_prompt_without_finite_logits_fails_alone_and_is_tried_again(
     command = ["--prompts", str(source), "--out", str(out), *GREEDY]
     assert main(["generate", str(broken), *command]) == 1
     captured = capsys.readouterr()
-    assert f"{source}:2: the model's logits are not finite after 0 new tokens" in captured.err
+    assert (
+        f"{source}:2: the model's logits are not finite (a NaN, +inf, or nothing but -inf) after 0 new tokens"
+        in captured.err
+    )
     assert out.read_text() == ""
     assert main(["generate", str(model), *command]) == 0
     assert len(read_lines(out)) == 3

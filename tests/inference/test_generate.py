@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from pellucid.config import ModelConfig
 from pellucid.errors import RequestError
 from pellucid.inference import SamplingParams, TokenEvent, generate, stream
+from pellucid.inference.runner import ModelRunner
 from pellucid.model import Transformer
 from pellucid.model.canonical import MATMUL_ROWS
+from pellucid.model.moe import Router
 
 torch.set_num_threads(1)
 
@@ -22,6 +24,15 @@ BASE: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 40, "initializer_range": 0.25,
 }  # fmt: skip
+MLA: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+}  # fmt: skip
+MOE: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+NOAUX: dict[str, Any] = MOE | {
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
+    "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10}
 VARIANTS: dict[str, dict[str, Any]] = {
     "gqa": {},
     "mha-untied": {"num_key_value_heads": 4, "tie_word_embeddings": False},
@@ -34,13 +45,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "linear": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "ntk": {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}},
     "dynamic": {"max_position_embeddings": 12, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
-    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10}},
+    "yarn": {"rope_scaling": YARN},
     "llama3": {
         "rope_scaling": {
             "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 10,
         }
     },
+    "mla": MLA | {"q_lora_rank": 10, "rope_interleave": True},
+    "mla-dynamic": MLA | {"max_position_embeddings": 12, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    "mla-yarn": MLA | {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}},
+    "mla-sliding": MLA | {"sliding_window": 5, "max_window_layers": 1, "v_head_dim": 20},
+    "mla-expanded": MLA | {"qk_norm": True, "attention_gate": True},
+    "moe": MOE,
+    "mla-moe": MLA | NOAUX,
+    "canonical-mla-moe": MLA | NOAUX | {"attend": "canonical"},
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=14)
 
@@ -78,7 +97,7 @@ def recompute(
 @pytest.mark.parametrize("name", VARIANTS)
 def test_greedy_with_the_cache_equals_recomputing_everything(name: str) -> None:
     model = make_model(**VARIANTS[name])
-    window = 48 if name == "dynamic" else 40
+    window = 48 if "dynamic" in name else 40
     prompts = make_prompts(12, seed=len(name))
     results = generate(model, prompts, GREEDY, batch_size=5)
     for prompt, result in zip(prompts, results, strict=True):
@@ -90,7 +109,7 @@ def test_greedy_with_the_cache_equals_recomputing_everything(name: str) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", ["gqa", "sliding", "dynamic"])
+@pytest.mark.parametrize("name", ["gqa", "sliding", "dynamic", "mla", "mla-moe"])
 def test_a_prompt_gets_the_same_tokens_alone_and_in_any_batch(name: str, temperature: float) -> None:
     model = make_model(seed=3, **VARIANTS[name])
     prompts = make_prompts(9, seed=5)
@@ -111,13 +130,22 @@ def rows_round_alike(inputs: int, outputs: int) -> bool:
     return all(torch.equal(F.linear(x[:n], weight), whole[:n]) for n in range(MATMUL_ROWS, 200))
 
 
-@pytest.mark.skipif(
-    not all(rows_round_alike(*shape) for shape in [(32, 128), (128, 32), (32, 64), (64, 32), (32, VOCAB)]),
-    reason="matrix products of this machine round by their number of rows",
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_dim": 32},
+        MLA | {"q_lora_rank": 32, "kv_lora_rank": 32},
+        MLA | {"qk_norm": True},
+        MOE | {"head_dim": 32, "moe_intermediate_size": 32},
+        MLA | NOAUX | {"kv_lora_rank": 32, "moe_intermediate_size": 32, "n_routed_experts": 12, "n_group": 3},
+    ],
+    ids=["plain", "mla", "mla-expanded", "moe", "mla-moe"],
 )
-def test_canonical_attention_gives_the_same_bits_alone_and_batched() -> None:
+def test_canonical_attention_gives_the_same_bits_alone_and_batched(changes: dict[str, Any]) -> None:
     # torch rounds the last numel % 32 elements of silu by another routine, hence sizes as real models have
-    model = make_model(seed=4, attend="canonical", head_dim=32, intermediate_size=64)
+    model = make_model(seed=4, **{"attend": "canonical", "intermediate_size": 64} | changes)
+    if not all(rows_round_alike(*shape) for shape in {m.weight.shape[::-1] for m in model.modules() if multiplies(m)}):
+        pytest.skip("matrix products of this machine round by their number of rows")
     prompts = [p + [1] * MATMUL_ROWS for p in make_prompts(7, seed=1, longest=9)]
     together = generate(model, prompts, GREEDY)
     for prompt, result in zip(prompts, together, strict=True):
@@ -127,6 +155,10 @@ def test_canonical_attention_gives_the_same_bits_alone_and_batched() -> None:
             logits = model(tokens).logits[0, len(prompt) - 1 : -1]
         whole = logits.gather(1, tokens[0, len(prompt) :, None])[:, 0] - logits.logsumexp(-1)
         assert whole.tolist() == result.logprobs
+
+
+def multiplies(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Linear | torch.nn.Embedding | Router)  # the embedding is the head
 
 
 def test_dynamic_rope_is_fixed_from_the_admitted_maximum_of_each_row() -> None:
@@ -157,18 +189,18 @@ def test_a_stop_id_ends_its_row_and_is_its_last_id() -> None:
 
 
 def test_rows_that_finished_are_not_computed_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, widths = make_model(), []
-    forward = model.forward_hidden
+    computed: list[list[int]] = []
+    forward = ModelRunner.forward
 
-    def watch(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        widths.append(tuple(tokens.shape))
-        return forward(tokens, *args, **kwargs)
+    def watch(runner: ModelRunner, batch: Any, *args: Any) -> Any:
+        computed.append([chunk.count for chunk in batch.chunks])
+        return forward(runner, batch, *args)
 
-    monkeypatch.setattr(model, "forward_hidden", watch)
+    monkeypatch.setattr(ModelRunner, "forward", watch)
     params = [replace(GREEDY, max_tokens=n) for n in (1, 3, 2)]
-    results = generate(model, [[1, 2, 3], [4], [5, 6]], params)
+    results = generate(make_model(), [[1, 2, 3], [4], [5, 6]], params)
     assert [len(r.ids) for r in results] == [1, 3, 2]
-    assert widths == [(3, 3), (2, 1), (1, 1)]
+    assert computed == [[3, 1, 2], [1, 1], [1]]
 
 
 def test_generation_stops_at_the_window_with_reason_length() -> None:
@@ -212,7 +244,7 @@ def test_a_row_without_finite_logits_ends_alone(monkeypatch: pytest.MonkeyPatch)
     prompts = [[1, 2], [3], [4, 5, 6]]
     healthy = generate(model, prompts, GREEDY)
     calls = 0
-    module = importlib.import_module("pellucid.inference.generate")
+    module = importlib.import_module("pellucid.inference.engine")
     real = module.sample
 
     def poisoned(logits: torch.Tensor, *args: Any) -> Any:

@@ -1,5 +1,7 @@
 """Sampling parameters out of range are refused by name and value."""
 
+import copy
+import json
 import math
 from typing import Any
 
@@ -22,7 +24,27 @@ from pellucid.inference import Request, SamplingParams, check_request, update_pa
         ("top_p", -1, "top_p must be in [0, 1], got -1"),
         ("top_k", -1, "top_k must be at least 0, got -1"),
         ("top_k", 2.5, "top_k must be a whole number, got 2.5"),
-        ("max_tokens", 0, "max_tokens must be at least 1, got 0"),
+        ("max_tokens", -1, "max_tokens must be at least 0, got -1"),
+        ("min_tokens", -1, "min_tokens must be at least 0, got -1"),
+        ("temperature", 10**400, "temperature must be at least 0, got 1000"),
+        ("min_p", 1.1, "min_p must be in [0, 1], got 1.1"),
+        ("repetition_penalty", 0, "repetition_penalty must be above 0, got 0; 1 switches it off"),
+        ("repetition_penalty", math.nan, "repetition_penalty must be at least 0, got nan"),
+        ("presence_penalty", 2.5, "presence_penalty must be in [-2, 2], got 2.5"),
+        ("frequency_penalty", -2.5, "frequency_penalty must be in [-2, 2], got -2.5"),
+        ("logit_bias", [1], "logit_bias must map ids to numbers, got [1]"),
+        ("logit_bias", {3: 101}, "logit_bias[3] must be in [-100, 100], got 101"),
+        ("logit_bias", {-3: 1}, "logit_bias must be at least 0, got -3"),
+        ("logit_bias", {"x": 1}, "logit_bias must be a whole number, got 'x'"),
+        ("logit_bias", {3: None}, "logit_bias[3] must be a number, got None"),
+        ("allowed_ids", [], "allowed_ids is empty, so nothing could be drawn; leave it out to allow all"),
+        ("allowed_ids", [1, -1], "allowed_ids must be at least 0, got -1"),
+        ("allowed_ids", "abc", "allowed_ids must be a list of ids, got 'abc'"),
+        ("top_logprobs", 21, "top_logprobs must be in [0, 20], got 21"),
+        ("top_logprobs", True, "top_logprobs must be a whole number, got True"),
+        ("prompt_logprobs", 21, "prompt_logprobs must be in [0, 20], got 21"),
+        ("prompt_logprobs", True, "prompt_logprobs must be a whole number, got True"),
+        ("min_tokens", 257, "min_tokens 257 is more than max_tokens 256; lower the one or raise the other"),
         ("n", 0, "n must be at least 1, got 0"),
         ("seed", -1, "seed must be at least 0, got -1"),
         ("seed", 2**64, "seed must be below 2**64"),
@@ -40,7 +62,9 @@ def test_a_value_out_of_range_is_refused_by_field_and_value(field: str, value: A
 
 
 def test_the_borders_are_allowed() -> None:
-    SamplingParams(temperature=0, top_p=0, top_k=0, max_tokens=1, n=1, seed=2**64 - 1, stop_ids=())
+    SamplingParams(temperature=0, top_p=0, top_k=0, max_tokens=0, n=1, seed=2**64 - 1, stop_ids=(), min_p=1)
+    SamplingParams(presence_penalty=-2, frequency_penalty=2, logit_bias={0: -100, 1: 100}, allowed_ids=[0])  # type: ignore[arg-type]
+    SamplingParams(min_tokens=3, max_tokens=3, top_logprobs=20, prompt_logprobs=0, repetition_penalty=1e-9)
     assert SamplingParams(stop_ids=[3, 4]).stop_ids == (3, 4)  # type: ignore[arg-type]
 
 
@@ -60,7 +84,63 @@ def test_the_window_bounds_the_answer() -> None:
     assert str(caught.value) == (
         "prompt has 4,210 tokens and the model's window is 4,096; shorten it or raise max_position_embeddings"
     )
+    assert check_request(Request("a", (1,) * 4096, SamplingParams(max_tokens=0)), config) == 0
+    with pytest.raises(RequestError, match="prompt has 4,097 tokens"):
+        check_request(Request("a", (1,) * 4097, SamplingParams(max_tokens=0)), config)
     dynamic = ModelConfig(
         vocab_size=10, max_position_embeddings=100, rope_scaling={"rope_type": "dynamic", "factor": 2.5}
     )
     assert window_of(dynamic) == 250
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(RequestError, match="min_tokens is 2 and allowed_ids holds stop ids only; allow another id"):
+        SamplingParams(min_tokens=2, allowed_ids=(4, 5), stop_ids=(3, 4, 5))
+    SamplingParams(min_tokens=2, allowed_ids=(4, 5), stop_ids=(4,))
+    SamplingParams(min_tokens=0, allowed_ids=(4, 5), stop_ids=(4, 5))
+
+
+@pytest.mark.parametrize("field", ["stop_ids", "allowed_ids", "logit_bias"])
+def test_ids_outside_the_vocabulary_are_refused_by_field_and_size(field: str) -> None:
+    config = ModelConfig(vocab_size=1000)
+    good, bad = ({3: 1.0, 999: 1.0}, {3: 1.0, 1000: 1.0}) if field == "logit_bias" else ((3, 999), (3, 1000))
+    check_request(Request("a", (1,), SamplingParams(**{field: good})), config)  # type: ignore[arg-type]
+    with pytest.raises(RequestError) as caught:
+        check_request(Request("a", (1,), SamplingParams(**{field: bad})), config)  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        f"{field} holds the token id 1000 and the vocabulary has 1,000 ids; give ids from 0 to 999"
+    )
+
+
+def test_a_table_may_hold_what_json_can_say() -> None:
+    table = json.loads(
+        '{"logit_bias": {"50": -100, "7": 2.5}, "allowed_ids": [3, 7], "stop_ids": [7], "top_logprobs": 2}'
+    )
+    params = update_params(SamplingParams(temperature=0.5), table)
+    assert params.logit_bias == {50: -100, 7: 2.5} and params.allowed_ids == (3, 7)
+    assert (params.stop_ids, params.top_logprobs, params.temperature) == ((7,), 2, 0.5)
+    with pytest.raises(RequestError, match="logit_bias must be a whole number, got 'x7'"):
+        update_params(SamplingParams(), {"logit_bias": {"x7": 1}})
+    with pytest.raises(RequestError, match="logits_processors holds objects and cannot be given in a table"):
+        update_params(SamplingParams(), {"logits_processors": []})
+
+
+def test_processors_must_be_functions() -> None:
+    with pytest.raises(RequestError, match="logits_processors must be a list of functions, got"):
+        SamplingParams(logits_processors=("x",))  # type: ignore[arg-type]
+
+
+def test_parameters_do_not_change_with_what_they_were_made_from_and_travel() -> None:
+    bias, stops = {3: 1.0}, [5]
+    params = SamplingParams(logit_bias=bias, stop_ids=stops)  # type: ignore[arg-type]
+    bias[3], stops[0] = 9.0, 6
+    assert params.logit_bias == {3: 1.0} and params.stop_ids == (5,)
+    assert copy.deepcopy(params) == params and hash(params) == hash(copy.deepcopy(params))
+
+
+@pytest.mark.parametrize(
+    ("params", "greedy"),
+    [({"temperature": 0}, True), ({"top_k": 1}, True), ({"top_p": 0}, True), ({}, False), ({"top_k": 2}, False)],
+)
+def test_the_best_token_can_be_asked_for_in_three_ways(params: dict[str, Any], greedy: bool) -> None:
+    assert SamplingParams(**params).greedy is greedy
