@@ -326,3 +326,9 @@ def test_the_pickle_check_sees_each_spelling(source: str) -> None:
 def test_the_cycle_check_finds_a_cycle_and_only_a_cycle() -> None:
     assert import_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
     assert import_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_no_command_loads_the_compiler_that_it_does_not_use() -> None:
+    loaded = "import sys, pellucid.checkpoint.gguf_import, pellucid.train, pellucid.text; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "False", done.stderr

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from pellucid.config import ModelConfig
 from pellucid.model.canonical import MATMUL_ROWS, matmul_rows
@@ -127,12 +128,12 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
         """x ``[..., D]`` -> ``[..., D]``, and where its tokens went."""
         weights, routing = self.gate(x)
-        out = self._routed(x.flatten(0, -2), weights.flatten(0, -2), routing.chosen.flatten(0, -2)).view(x.shape)
+        routed = self._routed_uncompiled if torch.compiler.is_compiling() else self._routed
+        out = routed(x.flatten(0, -2), weights.flatten(0, -2), routing.chosen.flatten(0, -2)).view(x.shape)
         if self.shared_experts is not None:
             out = out + self.shared_experts(x)
         return out, routing
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _routed(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Each token's experts' outputs, weighted and added up: ``[N, D]``."""
         flat = chosen.flatten()
@@ -146,6 +147,9 @@ class MixtureOfExperts(nn.Module):
             experts = [cast(Tensor, linear.weight) for linear in linears]
             return mix(tokens, weights, order, counts, experts, min_rows=min(self.min_rows, matmul_rows(tokens.dtype)))
         return self._one_by_one(tokens, weights, order, counts)
+
+    # torch.compiler.disable would load the compiler here and now, seconds for every command that has a model
+    _routed_uncompiled = _disable_dynamo(_routed)
 
     def _linears(self) -> list[nn.Module]:
         return [getattr(e, name) for e in self.experts for name in ("gate_proj", "up_proj", "down_proj")]
