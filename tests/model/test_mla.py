@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pellucid.config import LoraConfig, ModelConfig
-from pellucid.inference.cache import CachedAttend
+from pellucid.inference.paged import PagedAttend, PagedCache, Span
 from pellucid.model import KVSpec, Transformer
 from pellucid.model.attend import WindowAttend
 from pellucid.model.lora import add_lora, merge, remove_lora
@@ -63,23 +63,30 @@ def some_tokens(*shape: int) -> Tensor:
     return torch.randint(0, 40, shape, generator=torch.Generator().manual_seed(1))
 
 
-def cache_of(model: Transformer, rows: int, capacity: int) -> CachedAttend:
-    return CachedAttend(
-        rows, capacity, model.layer_windows(), model.kv_specs(), canonical=model.config.attend == "canonical"
-    )
+BLOCK = 4
+
+
+def cache_of(model: Transformer, blocks: int) -> PagedCache:
+    dtype = model.model.embed_tokens.weight.dtype
+    return PagedCache(model.kv_specs(), blocks, BLOCK, dtype=dtype, device=torch.device("cpu"))
 
 
 @torch.no_grad()
 def decoded(model: Transformer, tokens: Tensor, chunks: list[int]) -> Tensor:
-    """The logits ``[B, T, V]`` of rows that come in chunks."""
-    attend, outs, start = cache_of(model, len(tokens), tokens.shape[1]), [], 0
+    """The logits ``[B, T, V]`` of rows that come in chunks, packed."""
+    (rows, width), start, outs = tokens.shape, 0, []
+    each = -(-width // BLOCK)
+    cache = cache_of(model, rows * each)
     for length in chunks:
-        positions = torch.arange(start, start + length).expand(len(tokens), -1)
-        attend.at(positions)
-        chunk = tokens[:, start : start + length]
-        outs.append(model(chunk, positions, attend, rope_length=tokens.shape[1]).logits)
+        blocks = [list(range(1 + row * each, 1 + (row + 1) * each)) for row in range(rows)]
+        spans = [Span(row * length, start, length, blocks[row]) for row in range(rows)]
+        attend = PagedAttend(cache, spans, model.layer_windows(), exact=model.config.attend == "canonical")
+        positions = torch.arange(start, start + length).repeat(rows)
+        packed = tokens[:, start : start + length].flatten()
+        logits = model(packed, positions, attend, rope_length=torch.full((len(packed),), width)).logits
+        outs.append(logits.view(rows, length, -1))
         start += length
-    assert start == tokens.shape[1]
+    assert start == width
     return torch.cat(outs, 1)
 
 
@@ -251,15 +258,11 @@ def test_yarn_scales_the_whole_score_as_deepseek_does() -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_cache_holds_what_the_specs_say(name: str) -> None:
     model = make_model(**VARIANTS[name])
-    specs, attend = model.kv_specs(), cache_of(model, 2, 12)
-    attend.at(torch.arange(8).expand(2, -1))
-    with torch.no_grad():
-        model(some_tokens(2, 8), torch.arange(8).expand(2, -1), attend)
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for kv in attend._cache for t in kv or ()}
-    assert sum(storages.values()) == 8 * 2 * 12 * sum(spec.elements_per_token() for spec in specs)
-    attend.keep([1])
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for kv in attend._cache for t in kv or ()}
-    assert sum(storages.values()) == 8 * 12 * sum(spec.elements_per_token() for spec in specs)
+    cache = cache_of(model, 5)
+    tensors = [t for kv in zip(cache.keys, cache.values, strict=True) for t in kv]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    per_token = 8 * sum(spec.elements_per_token() for spec in model.kv_specs())
+    assert sum(storages.values()) == (5 + 1) * BLOCK * per_token
 
 
 def test_a_token_leaves_its_latent_once_or_expanded_heads() -> None:
