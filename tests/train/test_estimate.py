@@ -131,7 +131,7 @@ def test_short_documents_need_more_than_one_long_one():
         data = windows()
         data.split = type(data.split)(lengths)
         peaks.append(estimate(Trainer(config, train_data=data).setup).activation_bytes)
-    assert peaks[1] > 2 * peaks[0]
+    assert peaks[1] > 1.5 * peaks[0]
 
 
 def test_checkpointing_lowers_the_estimate():
