@@ -89,8 +89,8 @@ def load_model(
         device: "auto" is cuda where there is one, else cpu.
         dtype: of the weights: "float32", "bfloat16", "float16", or "auto" as stored.
         base: the model that an adapter is on; None: the one that the adapter names.
-        weights: "int8" or "int4" puts those of the linear layers into so many bits (`pellucid.model.quantize`), on the CPU,
-            to compute with and not to train; ``dtype`` is that of the others. None: as they are.
+        weights: "bf16", "int8" or "int4" packs those of the linear layers into so many bits (`pellucid.model.quantize`), on
+            the CPU, to compute with and not to train; ``dtype`` is that of the others. None: as they are.
 
     Returns:
         With an adapter that is not merged (`pellucid.model.lora`), where the folder has one.

@@ -134,6 +134,14 @@ class BlockPool:
                 blocks[i] = child.block
             node = child
 
+    def states(self) -> str:
+        """A letter for each block, in order: "f" free, "c" cached, "h" held."""
+        return "".join(
+            "h" if count else "c" if block in self._nodes else "f"
+            for block, count in enumerate(self._holders)
+            if block > 0
+        )
+
     def forget(self) -> None:
         """Free every cached block."""
         while self._num_cached:

@@ -177,7 +177,7 @@ class GrammarState:
         return other
 
 
-_JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{1,32}", "lenient": False}
+JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{1,32}", "lenient": False}
 
 
 def _grammar(matcher: Any, kind: GrammarKind, text: str | None) -> str:
@@ -185,7 +185,7 @@ def _grammar(matcher: Any, kind: GrammarKind, text: str | None) -> str:
     if kind == "json_object":
         if text is not None:
             raise RequestError('json_object takes no text; give "json_schema" to say more about the object')
-        return str(matcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_OPTIONS))
+        return str(matcher.grammar_from_json_schema('{"type": "object"}', overrides=JSON_OPTIONS))
     if kind not in ("json_schema", "regex", "lark"):
         raise RequestError(f"unknown kind of grammar {kind!r}; known: json_object, json_schema, regex, lark")
     if not isinstance(text, str):
@@ -203,7 +203,7 @@ def _schema_grammar(matcher: Any, text: str) -> str:
             raise RequestError(f"json_schema must be a JSON object, got {text[:80]}")
         # true and false are schemas as well, to which the library adds no options
         whole = schema if isinstance(schema, dict) else {"allOf": [schema]}
-        return str(matcher.grammar_from_json_schema(json.dumps(whole, allow_nan=False), overrides=_JSON_OPTIONS))
+        return str(matcher.grammar_from_json_schema(json.dumps(whole, allow_nan=False), overrides=JSON_OPTIONS))
     except RecursionError:
         raise RequestError("json_schema is nested too deeply; make it flatter, with $ref") from None
     except ValueError as error:

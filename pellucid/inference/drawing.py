@@ -69,4 +69,6 @@ def event_of(
     """What is told of the token drawn last, or of an end without one."""
     logprob = sequence.logprobs[-1] if token is not None else math.nan
     top = sequence.top_logprobs[-1] if token is not None else ()
-    return TokenEvent(sequence.request.id, token, logprob, reason, sequence.choice, top, error)
+    first = len(sequence.tokens) <= sequence.num_prompt + 1
+    known = sequence.prompt_logprobs if first and error is None else None
+    return TokenEvent(sequence.request.id, token, logprob, reason, sequence.choice, top, error, known)

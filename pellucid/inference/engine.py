@@ -158,14 +158,21 @@ class Engine:
             return request.salt
         return f"{max(len(request.tokens) + max_new, self.model.config.max_position_embeddings)} {request.salt}"
 
-    def cancel(self, request_id: str) -> bool:
-        """End a request now, without further events; False where it is unknown or has ended."""
-        samples = self._open.pop(request_id, None)
-        if samples is None:
+    def cancel(self, request_id: str, sample: int | None = None) -> bool:
+        """End a request, or one of its samples, now, without further events; False where it is unknown or has ended.
+
+        A sample ends alone once it has drawn a token; before that all of its request read one prompt.
+        """
+        open_ = self._open.get(request_id, {})
+        doomed = list(open_.values()) if sample is None else [open_[sample]] if sample in open_ else []
+        if sample is not None and any(s.forks or len(s.tokens) == s.num_prompt for s in doomed):
             return False
-        for sequence in samples.values():
+        for sequence in doomed:
+            del open_[sequence.choice]
             self.scheduler.remove(sequence)
-        return True
+        if not open_:
+            self._open.pop(request_id, None)
+        return bool(doomed)
 
     @property
     def has_work(self) -> bool:

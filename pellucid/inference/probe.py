@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pellucid.inference.paged import PagedAttend, PagedCache, Span
 from pellucid.inference.runner import evaluating, experts_of
 from pellucid.model import Transformer
-from pellucid.model.canonical import matmul_rows
+from pellucid.model.quantize import least_rows
 from pellucid.model.transformer import Block
 
 ROWS = {torch.float32: 200}
@@ -50,11 +50,11 @@ _Kind = tuple[type, tuple[int, int]]
 
 
 def _linear_problem(model: Transformer, linears: dict[_Kind, tuple[str, nn.Module]], dtype: torch.dtype) -> str | None:
-    generator, rows = torch.Generator().manual_seed(0), ROWS.get(dtype, FEW_ROWS)
+    generator, rows, least = torch.Generator().manual_seed(0), ROWS.get(dtype, FEW_ROWS), least_rows(model)
     for (_, (inner, outer)), (name, module) in linears.items():
-        if not _rows_agree(module, torch.randn(rows, inner, generator=generator).to(dtype)):
+        if not _rows_agree(module, least, torch.randn(rows, inner, generator=generator).to(dtype)):
             return f"{name} ({inner} to {outer}, {dtype}) rounds by the number of rows"
-    if not _rows_agree(model.head, torch.randn(rows, model.config.hidden_size, generator=generator).to(dtype)):
+    if not _rows_agree(model.head, least, torch.randn(rows, model.config.hidden_size, generator=generator).to(dtype)):
         return f"the head ({dtype}) rounds by the number of rows"
     return None
 
@@ -65,9 +65,8 @@ def _shape(module: nn.Module) -> tuple[int, int] | None:
     return sizes if isinstance(sizes[0], int) and isinstance(sizes[1], int) else None  # type: ignore[return-value]
 
 
-def _rows_agree(layer: object, x: Tensor) -> bool:
+def _rows_agree(layer: object, least: int, x: Tensor) -> bool:
     whole: Tensor = layer(x)  # type: ignore[operator]
-    least = matmul_rows(x.dtype)
     cuts = ((0, least), (5, 5 + least), (3, 4 + least), (len(x) // 4, len(x) // 2), (len(x) // 3, len(x)))
     return all(_same(layer(x[a:b]), whole[a:b]) for a, b in cuts if b - a >= least)  # type: ignore[operator]
 
@@ -124,7 +123,7 @@ def _piece(model: Transformer, layer: int, cache: PagedCache, x: Tensor, start: 
     """What a layer makes of tokens ``start ...`` ``[sequences, T, D]`` of several; of the first of these."""
     count = x.shape[1]
     packed = x.flatten(0, 1)
-    missing = max(0, matmul_rows(packed.dtype) - len(packed))
+    missing = max(0, least_rows(model) - len(packed))
     positions = torch.arange(start, start + count).repeat(len(x))
     cos, sin = model.model.rotary(F.pad(positions, (0, missing)), TOKENS)
     spans = [Span(i * count, start, count, [2 * i + 1, 2 * i + 2]) for i in range(len(x))]

@@ -220,6 +220,8 @@ class TokenEvent:
     sample: int = 0
     top_logprobs: Alternatives = ()
     error: str | None = None
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None
+    """As in `Result`, with the first event of each sample."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 from pellucid.inference.paged import PagedAttend, PagedCache, Span
 from pellucid.inference.sequence import Chunk
 from pellucid.model import Transformer
-from pellucid.model.canonical import matmul_rows
 from pellucid.model.moe import MixtureOfExperts
+from pellucid.model.quantize import least_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,11 @@ class ModelRunner:
         self.windows, self.experts = model.layer_windows(), experts_of(model)
         # torch rounds the last numel % 32 elements of a power by another routine
         self.row_multiple = 32 if model.model.rotary.dynamic else 1
-        self.min_rows = matmul_rows(model.model.embed_tokens.weight.dtype)
+        self.min_rows = least_rows(model)
         self.forward_hidden: Callable[..., Tensor] = model.forward_hidden
 
     def batch(self, chunks: SequenceOf[Chunk]) -> ScheduledBatch:
-        """Pack chunks; with ``exact`` there are at least `matmul_rows` rows, the last of them padding."""
+        """Pack chunks; with ``exact`` there are at least `least_rows` rows, the last of them padding."""
         tokens: list[int] = []
         positions: list[int] = []
         admitted: list[int] = []

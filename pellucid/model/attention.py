@@ -49,6 +49,8 @@ class Attention(nn.Module):
     normed input (Qiu et al. 2025, arXiv:2505.06708).
     """
 
+    joinable = ("q_proj", "k_proj", "v_proj")
+
     def __init__(self, config: ModelConfig, layer: int, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.layer = layer
@@ -67,6 +69,8 @@ class Attention(nn.Module):
         self.gate_proj = (
             nn.Linear(width, self.heads * self.head_dim, bias=bias, device=device) if config.attention_gate else None
         )
+        self.joined: nn.Module | None = None
+        """One layer instead of the ``joinable`` three, which are None then: packed for inference."""
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, device) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, device) if config.qk_norm else None
 
@@ -76,13 +80,21 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x ``[..., D]``, cos and sin ``[..., d / 2]`` (leading dims broadcast) -> ``[..., D]``."""
-        q, k, v = linear_together(x, (self.q_proj, self.k_proj, self.v_proj), join=self.join)
-        q = q.unflatten(-1, (self.heads, self.head_dim))
-        k = k.unflatten(-1, (self.kv_heads, self.head_dim))
-        v = v.unflatten(-1, (self.kv_heads, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        heads, kv_heads = self.heads, self.kv_heads
+        if self.joined is not None:
+            all_heads = self.joined(x).unflatten(-1, (heads + 2 * kv_heads, self.head_dim))
+            turning, v = all_heads.split((heads + kv_heads, kv_heads), dim=-2)
+            if self.q_norm is not None and self.k_norm is not None:
+                turning = torch.cat([self.q_norm(turning[..., :heads, :]), self.k_norm(turning[..., heads:, :])], -2)
+            q, k = rotate(turning, cos, sin).split((heads, kv_heads), dim=-2)
+        else:
+            q, k, v = linear_together(x, (self.q_proj, self.k_proj, self.v_proj), join=self.join)
+            q = q.unflatten(-1, (heads, self.head_dim))
+            k = k.unflatten(-1, (kv_heads, self.head_dim))
+            v = v.unflatten(-1, (kv_heads, self.head_dim))
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         mixed = attend(self.layer, q, k, v, scale=self.head_dim**-0.5).flatten(-2)
         if self.gate_proj is not None:
             mixed = mixed * F.sigmoid(self.gate_proj(x))

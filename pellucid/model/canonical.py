@@ -1,12 +1,13 @@
 """Canonical attention: the same bits for a token whether it is decoded alone, in chunks, or in a whole sequence.
 
-A kernel's order of additions depends on the shapes it is given. Here they never vary: query rows go in tiles of `TILE` at
-positions that are multiples of it, keys are padded with masked rows to a number that the tile's position alone decides
-(`padded_keys`), and the mask is explicit. Measured on torch 2.13, float32 and bfloat16; matrix products elsewhere in the model
-need at least `matmul_rows` rows as well.
+A kernel's order of additions depends on the shapes it is given. Here they never vary where it matters: keys are padded with
+masked rows to a number that the position alone decides (`padded_keys`), and the mask is explicit. In bfloat16 attention is
+two batched products (`masked_attention`), which round a row alike in any number of rows but one; in float32 it is torch's
+fused kernel on tiles of `TILE` query rows at positions that are multiples of it. Measured on torch 2.13; matrix products
+elsewhere in the model need at least `matmul_rows` rows as well.
 
 Shapes: n query rows at positions start ... start + n - 1 of one sequence, L >= start + n keys from position 0 on,
-H query heads, K key/value heads, d head width.
+H query heads, K key/value heads, d head width, S keys with the padding, e width of a value.
 """
 
 import torch
@@ -17,15 +18,24 @@ from pellucid.model.attend import of_one_width
 
 TILE = 4
 KEY_BLOCK = 512
-KEY_BINS = (64, 128, 256, KEY_BLOCK)
-"""Numbers of keys of tiles that end there or before; later ones have a multiple of `KEY_BLOCK`, and any one will do."""
+KEY_BINS = (64, 128, 256, 512, 1024)
+"""Numbers of keys of rows that end there or before; later ones have a multiple of `KEY_BLOCK`, and any one will do."""
 MATMUL_ROWS = 16
 """Float32 matrix products of fewer rows may round in another way; measured, 4 on an AMD Zen 4 and 16 on an Intel with AMX."""
+NARROW_ROWS = 2
+"""Of bfloat16 only a single row may: measured from 2,560 inputs by 4,096 outputs on."""
+MAX_SCORES = 2**23
+"""Scores that are held at a time."""
 
 
 def matmul_rows(dtype: torch.dtype) -> int:
-    """The fewest rows of a matrix product whose bits do not depend on their number; narrow types have one way of rounding."""
-    return MATMUL_ROWS if dtype.itemsize >= 4 else 1
+    """The fewest rows of a matrix product whose bits do not depend on their number."""
+    return MATMUL_ROWS if dtype.itemsize >= 4 else NARROW_ROWS
+
+
+def in_products(dtype: torch.dtype) -> bool:
+    """Whether canonical attention of that type is two batched products; else it is the fused kernel on tiles."""
+    return dtype.itemsize < 4
 
 
 def padded_keys(end: int) -> int:
@@ -42,14 +52,70 @@ def canonical_attention(
     included; None: all before it.
     """
     stop, width = start + q.shape[0], v.shape[-1]
-    q, k, v = of_one_width(q, k, v)
+    attend = _attend_in_products if in_products(q.dtype) else _attend_in_tiles
+    if not in_products(q.dtype):
+        q, k, v = of_one_width(q, k, v)
     outs = []
     for low, high in zip((0, *KEY_BINS), (*KEY_BINS, stop), strict=True):
         first, last = max(start, low), min(stop, high)
         if first < last:
             rows = q[first - start : last - start]
-            outs.append(_attend_in_tiles(rows, k[:last], v[:last], start=first, scale=scale, window=window))
+            outs.append(attend(rows, k[:last], v[:last], start=first, scale=scale, window=window))
     return (outs[0] if len(outs) == 1 else torch.cat(outs))[..., :width]
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Rows ``[B, n, H, d]`` over keys ``[B, K, S, d]`` and values ``[B, K, S, e]`` -> ``[B, n, H, e]``.
+
+    Scores are rounded to the type that comes in, their softmax is computed in float32.
+
+    Args:
+        bias: float32 ``[B, n, S]``, 0 where a row sees a key and -inf where not; each sees one at least.
+    """
+    batch, rows, heads, width = q.shape
+    kv_heads, keys = k.shape[1:3]
+    group = heads // kv_heads
+    # the query heads of a group stand as rows, so that keys are not repeated
+    stacked = q.view(batch, rows, kv_heads, group, width).transpose(1, 2).reshape(-1, rows * group, width)
+    missing = max(0, NARROW_ROWS - rows * group)
+    if missing:
+        stacked = F.pad(stacked, (0, 0, 0, missing))
+    scores = torch.bmm(stacked, k.reshape(-1, keys, width).transpose(1, 2))
+    if missing:
+        scores = scores[:, : rows * group]
+    # scores that the type has rounded, times the scale in float32
+    wide = torch.add(bias[:, None, :, None], scores.view(batch, kv_heads, rows, group, keys), alpha=scale)
+    weights = wide.softmax(-1).to(v.dtype).view(-1, rows * group, keys)
+    if missing:
+        weights = F.pad(weights, (0, 0, 0, missing))
+    out = torch.bmm(weights, v.reshape(-1, keys, v.shape[-1]))
+    if missing:
+        out = out[:, : rows * group]
+    return out.view(batch, kv_heads, rows, group, -1).transpose(1, 2).reshape(batch, rows, heads, -1)
+
+
+def seen(positions: Tensor, keys: int, window: int | None) -> Tensor:
+    """Whether rows at positions ``[...]`` see each of ``keys`` keys: those up to themselves, ``window`` of them; ``[..., keys]``."""
+    columns = torch.arange(keys, device=positions.device)
+    at = positions[..., None]
+    mask = columns <= at
+    return mask if window is None else mask & (columns > at - window)
+
+
+def as_bias(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """0 where a mask is true, -inf where not."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+
+
+def _attend_in_products(q: Tensor, k: Tensor, v: Tensor, *, start: int, scale: float, window: int | None) -> Tensor:
+    """Rows that all have as many keys."""
+    n = q.shape[0]
+    keys = padded_keys(start + n)
+    k, v = (F.pad(x, (0, 0, 0, 0, 0, keys - start - n)).transpose(0, 1)[None] for x in (k, v))
+    bias = as_bias(seen(torch.arange(start, start + n, device=q.device), keys, window))
+    together = max(1, MAX_SCORES // (q.shape[1] * keys))
+    parts = zip(q.split(together), bias.split(together), strict=True)
+    return torch.cat([masked_attention(rows[None], k, v, part[None], scale)[0] for rows, part in parts])
 
 
 def _attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, *, start: int, scale: float, window: int | None) -> Tensor:
@@ -63,11 +129,7 @@ def _attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, *, start: int, scale: floa
     keys = padded_keys(end)
     q = F.pad(q, (0, 0, 0, 0, lead, tail)).view(tiles, TILE, *q.shape[1:]).transpose(1, 2)  # [tiles, H, TILE, d]
     k, v = (F.pad(x, (0, 0, 0, 0, 0, keys - start - n)).transpose(0, 1) for x in (k, v))  # [K, keys, d]
-    rows = torch.arange(first, end, device=q.device).view(tiles, 1, TILE, 1)
-    columns = torch.arange(keys, device=q.device)
-    mask = columns <= rows
-    if window is not None:
-        mask = mask & (columns > rows - window)
+    mask = seen(torch.arange(first, end, device=q.device).view(tiles, 1, TILE), keys, window)
     out = F.scaled_dot_product_attention(
         q,
         k.expand(tiles, -1, -1, -1),

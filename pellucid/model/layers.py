@@ -18,6 +18,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
+            if not torch.is_grad_enabled():
+                return _normed(x, self.weight, self.eps)[0]
             normed: Tensor = _EagerRMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
             return normed
         if x.dtype != self.weight.dtype:  # a head's norm under autocast: torch would warn, and round the weight
@@ -30,12 +32,9 @@ class _EagerRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-        inverse = inverse.div_(x.shape[-1]).add_(eps).rsqrt_()
+        normed, inverse = _normed(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse)
-        normed: Tensor = wide * inverse
-        return normed.mul_(weight).to(x.dtype)
+        return normed
 
     @staticmethod
     @once_differentiable
@@ -46,6 +45,15 @@ class _EagerRMSNorm(torch.autograd.Function):
         scaled = grad * weight
         along = (scaled * normed).mean(-1, keepdim=True)  # a longer x changes nothing
         return ((scaled - normed * along) * inverse).to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`RMSNorm`, and what it multiplies each row with before the weight."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+    inverse = inverse.div_(x.shape[-1]).add_(eps).rsqrt_()
+    normed = wide.mul_(inverse) if wide is not x else wide * inverse  # a copy of our own
+    return normed.mul_(weight).to(x.dtype), inverse
 
 
 def linear_together(x: Tensor, linears: tuple[nn.Module, ...], *, join: bool) -> tuple[Tensor, ...]:

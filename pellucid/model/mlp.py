@@ -15,6 +15,8 @@ class SwiGLU(nn.Module):
         width: inside; None: ``config.intermediate_size``.
     """
 
+    joinable = ("gate_proj", "up_proj")
+
     def __init__(
         self, config: ModelConfig, device: torch.device | str | None = None, *, width: int | None = None
     ) -> None:
@@ -25,8 +27,14 @@ class SwiGLU(nn.Module):
         self.gate_proj = nn.Linear(width, inner, bias=bias, device=device)
         self.up_proj = nn.Linear(width, inner, bias=bias, device=device)
         self.down_proj = nn.Linear(inner, width, bias=bias, device=device)
+        self.joined: nn.Module | None = None
+        """One layer instead of the ``joinable`` two, which are None then: packed for inference."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.joined is not None:
+            gate, up = self.joined(x).chunk(2, dim=-1)
+            packed: Tensor = self.down_proj(F.silu(gate) * up)
+            return packed
         # joined, the halves of the product are strided, which only pays where x is cast before each product
         join = self.join and torch.is_autocast_enabled(x.device.type)
         gate, up = linear_together(x, (self.gate_proj, self.up_proj), join=join)

@@ -68,7 +68,7 @@ class Rotary(nn.Module):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns x ``[..., heads, d]`` by cos and sin ``[..., d / 2]``, computed in float32 at least, in x's dtype."""
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return _turn(x, cos, sin)
     turned: Tensor = _EagerTurn.apply(x, cos, sin)  # type: ignore[no-untyped-call]
     return turned

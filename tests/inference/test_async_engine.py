@@ -274,3 +274,116 @@ def test_the_event_loop_stays_free_while_steps_run(model):
         return turns
 
     assert within(run()) > 500  # far more than steps
+
+
+# -- many requests of one reader ----------------------------------------------------------------------------
+
+
+def test_a_reader_wakes_once_a_step_with_all_that_its_requests_got(model):
+    one, records = engine(model), []
+    one.on_step = records.append
+
+    async def run():
+        front, found = AsyncEngine(one), []
+        async with front.running([request("a", seed=1, n=3), request("b", seed=2, length=12)]) as batches:
+            async for events in batches:
+                found.append(events)
+        await front.close()
+        return found
+
+    found = within(run())
+    expected = one.generate([prompt(1, 10), prompt(2, 12)], [request(seed=1, n=3).params, request(seed=2).params])
+    assert len(found) == 8 == len([r for r in records[:8] if r.chunks]) and all(len(batch) == 4 for batch in found)
+    for name, sample, result in zip("aaab", (0, 1, 2, 0), expected, strict=True):
+        assert [e.token for batch in found for e in batch if (e.request_id, e.sample) == (name, sample)] == result.ids
+    assert idle(one)
+
+
+def test_requests_that_belong_together_are_taken_together_or_not_at_all(model):
+    one = engine(model)
+
+    async def run():
+        front = AsyncEngine(one)
+        other = asyncio.create_task(collect(front, request("c", new=50)))
+        await until(lambda: one.has_work)
+        for bad in (request("c"), Request("b", (), SamplingParams())):
+            with pytest.raises(RequestError):
+                async with front.running([request("a", new=200), bad]):
+                    raise AssertionError("it must not get here")
+            assert "a" not in one._open and set(front._queues) == {"c"}
+        events = await other
+        await front.close()
+        return events
+
+    assert len(within(run())) == 50 and idle(one)
+
+
+def test_leaving_frees_all_requests_of_a_reader(model):
+    one = engine(model)
+
+    async def run():
+        front = AsyncEngine(one)
+        async with front.running([request(name, new=200) for name in "abc"]) as batches:
+            await anext(batches)
+            assert set(one._open) == set("abc")
+        await front.stats()
+        assert not one.has_work and not front._queues
+        await front.close()
+
+    within(run())
+    assert idle(one)
+
+
+def test_one_sample_can_be_cancelled_and_the_others_are_as_without(model):
+    one = engine(model)
+
+    async def run():
+        front, found = AsyncEngine(one), []
+        async with front.running([request("a", new=30, n=3)]) as batches:
+            async for events in batches:
+                found += events
+                if len(found) == 6:
+                    front.cancel_soon("a", 1)
+        assert not await front.cancel("a", 1) and not await front.cancel("a")
+        await front.close()
+        return found
+
+    found = within(run())
+    expected = one.generate([prompt(1, 10)], request(new=30, n=3).params)
+    tokens = [[e.token for e in found if e.sample == i] for i in range(3)]
+    assert tokens[0] == expected[0].ids and tokens[2] == expected[2].ids
+    assert 2 <= len(tokens[1]) <= 4 and tokens[1] == expected[1].ids[: len(tokens[1])]
+    assert idle(one)
+
+
+def test_a_sample_that_still_reads_the_common_prompt_cannot_leave_it(model):
+    one = engine(model, token_budget=8, max_running=4)
+    one.submit(request("a", length=40, new=5, n=3))
+    one.step()
+    assert not any(one.cancel("a", sample) for sample in (0, 1, 2, 7))
+    while one.has_work:
+        one.step()
+    assert one.stats().decoded == 15
+
+
+def test_an_engine_with_a_problem_says_so(model):
+    one = engine(model)
+    one.step = broken_step
+
+    async def run():
+        front = AsyncEngine(one)
+        assert front.problem is None
+        for name in "abc":
+            with pytest.raises(ZeroDivisionError):
+                await collect(front, request(name))
+        assert "given up" in front.problem
+        with pytest.raises(EngineError):
+            await collect(front, request("d"))
+        await front.close()
+        assert "closed" in front.problem
+
+    within(run())
+
+
+def broken_step():
+    raise ZeroDivisionError("of the engine's own")

@@ -146,3 +146,14 @@ def test_prefixes_that_are_used_over_and_over_need_no_more_memory():
     pool.allocate(2)
     assert pool.match([4]) == [] and pool.match([1, 2, 3]) != []
     pool.check()
+
+
+def test_each_blocks_state_is_told_in_order():
+    pool = BlockPool(5, 1)
+    first = filled(pool, [1, 2])
+    held = pool.allocate(1)
+    pool.release(first)
+    states = pool.states()
+    assert [states[block - 1] for block in (*first, *held)] == ["c", "c", "h"]
+    assert (states.count("f"), states.count("c"), states.count("h")) == (2, 2, 1)
+    assert (pool.num_free, pool.num_cached, pool.num_held) == (2, 2, 1)

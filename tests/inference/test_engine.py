@@ -148,7 +148,7 @@ def test_samples_differ_and_each_is_what_it_would_be_alone(model):
 
 def test_latent_attention_caches_its_latent_and_a_cache_can_be_narrower_than_the_weights():
     latent, plain = engine(tiny("mla")), engine(tiny("gqa"))
-    assert latent.runner.cache.keys[0].shape[1:] == (1, 24)
+    assert latent.runner.cache.keys[0].shape[1:] == (1, latent.runner.cache.block_size, 24)
     for k, v in zip(latent.runner.cache.keys, latent.runner.cache.values, strict=True):
         assert v.data_ptr() == k.data_ptr()  # values are a part of it
     assert latent.stats().blocks == int(0.01e9) // (8 * 2 * 24 * 4)
@@ -170,6 +170,24 @@ def test_prompt_log_probabilities_are_the_forwards_own(model, options):
         expected = prompt_logprobs(model(torch.tensor([tokens])).logits[0, :-1], tokens[1:], 2)
         assert told.prompt_logprobs == [None, *expected]
     assert ("blocks" in options) == (one.stats().preemptions > 0)
+
+
+def test_the_first_event_of_each_sample_tells_what_the_model_thought_of_the_prompt(model):
+    tokens = prompt(3, 30)
+    for new in (0, 5):
+        one = engine(model, token_budget=16)
+        asked = greedy(new, prompt_logprobs=2, n=2)
+        expected = one.generate([tokens], asked)
+        one.submit(Request("a", tuple(tokens), asked))
+        events = []
+        while one.has_work:
+            events += one.step()
+        for sample in range(2):
+            mine = [e for e in events if e.sample == sample]
+            assert (
+                mine[0].prompt_logprobs == expected[sample].prompt_logprobs and len(expected[0].prompt_logprobs) == 30
+            )
+            assert all(e.prompt_logprobs is None for e in mine[1:]) and len(mine) == max(1, new)
 
 
 def test_prompt_log_probabilities_are_told_once_where_the_prompt_is_read_twice(model):

@@ -22,9 +22,11 @@ from pellucid.model import Transformer
 from pellucid.model.lora import add_lora, merge
 from pellucid.model.quantize import (
     GROUP,
+    BFloat16Linear,
     Int4Linear,
     Int8Linear,
     PackedLinear,
+    has_bfloat16,
     is_quantized,
     memory_bytes,
     quantize_,
@@ -34,6 +36,7 @@ from pellucid.model.quantize import (
 from pellucid.train import Trainer
 
 KINDS: dict[str, type[PackedLinear]] = {"int8": Int8Linear, "int4": Int4Linear}
+PACKED = {**KINDS, "bf16": BFloat16Linear}
 TOKENS = torch.arange(24).view(2, 12) * 7 % 61
 MIXTURE = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_shared_experts": 1,
@@ -126,14 +129,33 @@ def test_groups_do_not_disturb_each_other() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_every_linear_layer_is_replaced_and_the_head_has_8_bits(tied: bool) -> None:
+@pytest.mark.parametrize("kind", PACKED)
+def test_every_linear_layer_is_packed_and_those_that_read_the_same_input_are_one(kind: str, tied: bool) -> None:
     model = small(tie_word_embeddings=tied, attention_bias=True)
     expected = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)} | {"lm_head"}
-    assert set(quantize_(model, "int4")) == expected
-    assert {name for name, m in model.named_modules() if isinstance(m, PackedLinear)} == expected
-    assert isinstance(model.lm_head, Int8Linear) and isinstance(model.model.layers[0].mlp.up_proj, Int4Linear)
+    assert set(quantize_(model, kind)) == expected
+    layers = {f"model.layers.{i}.{name}" for i in range(2) for name in (
+        "self_attn.joined", "self_attn.o_proj", "mlp.joined", "mlp.down_proj")}  # fmt: skip
+    assert {name for name, m in model.named_modules() if isinstance(m, PackedLinear)} == layers | {"lm_head"}
+    assert isinstance(model.model.layers[0].mlp.down_proj, PACKED[kind])
+    assert isinstance(model.lm_head, BFloat16Linear if kind == "bf16" or has_bfloat16() else Int8Linear)
     assert not any(isinstance(m, nn.Linear) for m in model.modules())
     assert not any(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "qk_norm": True, "mlp_bias": True}, MIXTURE])
+def test_packed_bfloat16_gives_the_bits_of_plain_bfloat16(changes: dict[str, Any]) -> None:
+    plain, model = small(**changes).bfloat16(), small(**changes).bfloat16()
+    quantize_(model, "bf16")
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS).logits, plain(TOKENS).logits)
+    assert memory_bytes(model) > 0.9 * memory_bytes(plain)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_a_large_layer_of_16_bits_rounds_a_row_alone_as_among_others(rows: int) -> None:
+    layer, x = BFloat16Linear(drawn(1024, 3072)), drawn(16, 3072, seed=1).bfloat16()
+    assert torch.equal(layer(x[:rows]), layer(x)[:rows])
 
 
 def test_routers_and_the_latents_matrix_stay() -> None:
@@ -221,7 +243,7 @@ def test_the_other_weights_have_the_dtype_asked_for(tmp_path: Path) -> None:
     whole = load_model(tmp_path / "model", device="cpu", weights="int8").model
     half = load_model(tmp_path / "model", device="cpu", dtype="bfloat16", weights="int8").model
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
-    one, other = whole.model.layers[0].self_attn.q_proj, half.model.layers[0].self_attn.q_proj  # type: ignore[union-attr]
+    one, other = whole.model.layers[0].self_attn.joined, half.model.layers[0].self_attn.joined  # type: ignore[union-attr]
     assert isinstance(one, Int8Linear) and isinstance(other, Int8Linear)
     assert torch.equal(one.packed, other.packed) and torch.equal(one.scale_bits, other.scale_bits)  # of what is stored
     assert other.bias is not None and other.bias.dtype == torch.bfloat16
@@ -270,7 +292,7 @@ def test_a_quantised_model_is_neither_saved_nor_trained_nor_quantised_again(tmp_
 
 def test_errors_name_the_value_and_what_is_known(tmp_path: Path) -> None:
     save_model(tmp_path / "model", small())
-    with pytest.raises(ConfigError, match="weights 'int3' are unknown; known: int8, int4"):
+    with pytest.raises(ConfigError, match="weights 'int3' are unknown; known: bf16, int8, int4"):
         load_model(tmp_path / "model", device="cpu", weights="int3")
     with pytest.raises(ConfigError, match='weights "int8" run on cpu, and the model\'s device is meta'):
         quantize_(Transformer(ModelConfig(**TINY), device="meta"), "int8")
