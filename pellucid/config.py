@@ -333,6 +333,8 @@ class DataConfig:
     """Tokens a sequence; 0: model.max_position_embeddings."""
     stride: int = 0
     """Tokens from the start of one training window to the next; 0: the context, so that windows do not overlap."""
+    truncate: Literal["left", "right", "refuse"] = "right"
+    """Which side of a record longer than the context is cut; "refuse" stops. What then has nothing to learn is left out."""
 
     def __post_init__(self) -> None:
         _require(self.context >= 0, f"data.context must not be negative, got {self.context}")
@@ -458,11 +460,16 @@ class TrainConfig:
     """Optimizer steps between lines of metrics.jsonl with a hash of all weights; 0: none."""
     max_seconds: float | None = None
     """Stop and save after this many seconds."""
+    ema_decay: float | None = None
+    """Keep a moving average of the weights with this decay a step, saved as RUN/model_ema; "none": no average."""
+    sample_every: int = 0
+    """Optimizer steps between completions of the first validation prompts, for the report; 0: none."""
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "micro_batch", "log_every"):
             _require(getattr(self, name) >= 1, f"train.{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("steps", "epochs", "save_every", "keep_last", "keep_every", "val_every", "hash_every", "seed"):
+        counts = ("steps", "epochs", "save_every", "keep_last", "keep_every", "val_every", "hash_every", "seed")
+        for name in (*counts, "sample_every"):
             value = getattr(self, name)
             _require(value is None or value >= 0, f"train.{name} must not be negative, got {value}")
         _require(
@@ -476,6 +483,10 @@ class TrainConfig:
         _require(
             self.max_seconds is None or self.max_seconds > 0,
             f"train.max_seconds must be positive, got {self.max_seconds}",
+        )
+        _require(
+            self.ema_decay is None or 0 < self.ema_decay < 1,
+            f'train.ema_decay must be between 0 and 1, or "none", got {self.ema_decay}',
         )
 
 
@@ -524,7 +535,7 @@ def load_config(
         ConfigError: the file is missing or no TOML, a key is unknown (the nearest is named), a value is of the
             wrong type or out of range.
     """
-    table = _read_toml(Path(path)) if path is not None else {}
+    table = read_toml(Path(path)) if path is not None else {}
     for key, value in (overrides or {}).items():
         _assign(table, key, _FlagText(value) if isinstance(value, str) else value)
     if base_model is not None:
@@ -640,7 +651,8 @@ def to_toml(config: Any, *, docs: bool = False) -> str:
 # -- reading ------------------------------------------------------------------------------------------------
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as a table; ConfigError where it is missing or no TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

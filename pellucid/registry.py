@@ -22,6 +22,8 @@ HOMES = {
     "schedule": "pellucid.optim.schedules",
     "mode": "pellucid.parallel",
     "source": "pellucid.data.sources",
+    "reward": "pellucid.train.rewards",
+    "task": "pellucid.evaluate",
 }
 
 

@@ -18,6 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "version": set(),
     "registry": {"errors"},
     "config": {"errors", "registry"},
+    "serve_config": {"errors", "config"},
     "tokenizer": BASE,
     "model": BASE,
     "optim": BASE,
@@ -30,7 +31,8 @@ ALLOWED: dict[str, set[str]] = {
     "evaluate": BASE | {"tokenizer", "model", "optim", "parallel", "data", "checkpoint", "inference"},
     "train": BASE | {"tokenizer", "model", "optim", "parallel", "data", "checkpoint"},
     "report": BASE,
-    "server": BASE | {"tokenizer", "inference"},
+    "conformance": {"errors"},
+    "server": BASE | {"serve_config", "tokenizer", "inference", "text", "text_constraints"},
     "verify": BASE
     | {"tokenizer", "model", "optim", "parallel", "data", "checkpoint", "inference", "train", "evaluate"},
 }

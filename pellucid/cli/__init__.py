@@ -12,7 +12,7 @@ from pellucid.version import __version__
 
 COMMANDS = (
     "prepare", "train", "evaluate", "generate", "embed", "chat", "inspect", "import_", "export", "config", "doctor", "demo",
-    "plan", "trace", "verify", "drill",
+    "plan", "trace", "verify", "drill", "conformance", "bench", "serve",
 )  # fmt: skip
 """Modules of this package; each has ``add_parser`` and sets ``run`` to a function from the arguments to an exit code."""
 
@@ -30,8 +30,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{args.command} takes no dotted settings such as --{next(iter(settings))}")
     args.settings = settings
     logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    if argv is None and getattr(args, "wants_allocator", False):
-        allocator.keep_memory()
+    if argv is None and (purpose := getattr(args, "allocator", None)) is not None:
+        allocator.keep_memory(huge_pages=purpose == "inference")
     try:
         code: int = args.run(args)
         return code

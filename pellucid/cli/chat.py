@@ -37,7 +37,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     add_sampling_flags(parser)
     add_engine_flags(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, allocator="inference")
 
 
 def run(args: argparse.Namespace) -> int:

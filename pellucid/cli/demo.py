@@ -39,7 +39,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--out", type=Path, default=Path("runs/demo"), metavar="RUN", help="folder of the run (default runs/demo)"
     )
     parser.add_argument("--fresh", action="store_true", help="delete an earlier demo in RUN first")
-    parser.set_defaults(run=run, takes_settings=True, wants_allocator=True)
+    parser.set_defaults(run=run, takes_settings=True, allocator="training")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -47,7 +47,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--logprobs", action="store_true", help="with the log-probability of each token, in nats")
     parser.add_argument("--batch-size", type=int, default=16, help="samples that run together (default 16)")
     parser.add_argument("--json", action="store_true", help="one object on stdout")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, allocator="inference")
 
 
 def run(args: argparse.Namespace) -> int:

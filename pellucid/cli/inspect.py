@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.cli.output import print_json
-from pellucid.errors import CheckpointError
+from pellucid.errors import CheckpointError, ConfigError
 
 Facts = dict[str, Any]
 
@@ -22,6 +22,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "sizes, hashes, tensors. Exit code 2 names the first damaged file.",
     )
     parser.add_argument("path", metavar="PATH")
+    parser.add_argument(
+        "--show",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of data: also the first N examples, with the tokens that are learnt",
+    )
     parser.add_argument("--json", action="store_true", help="one object on stdout")
     parser.set_defaults(run=run)
 
@@ -30,11 +37,20 @@ def run(args: argparse.Namespace) -> int:
     """Recognise, verify, print."""
     path = Path(args.path)
     kind, look = recognise(path)
+    if args.show < 0 or (args.show and kind != "data"):
+        raise ConfigError(f"--show {args.show}: shows examples of prepared data, 1 or more; {path} is a {kind}")
     facts = {"kind": kind, "path": str(path)} | look(path)
+    found = []
+    if args.show:
+        from pellucid.cli.show_examples import examples, print_examples
+
+        found = examples(path, args.show)
     if args.json:
-        print_json(facts)
+        print_json(facts | ({"examples": found} if found else {}))
     else:
         print("\n".join(lines_of(facts)))
+        if found:
+            print_examples(found)
     return 0
 
 
@@ -62,8 +78,11 @@ def recognise(path: Path) -> tuple[str, Callable[[Path], Facts]]:
 
 def data_facts(path: Path) -> Facts:
     """Prepared data, every shard hashed and every id checked."""
+    from pellucid.data.index import read_index
     from pellucid.data.shards import TokenData
 
+    if read_index(path).kind != "tokens":
+        return record_facts(path)
     data = TokenData.open(path)
     data.verify()
     index = data.index
@@ -77,6 +96,28 @@ def data_facts(path: Path) -> Facts:
         },
         "sources": index.sources,
         "verified": "sizes, hashes, ids, document borders, tokenizer",
+    }
+
+
+def record_facts(path: Path) -> Facts:
+    """`data_facts` of records for post-training."""
+    from pellucid.data.record_files import RecordData
+
+    data = RecordData.open(path)
+    data.verify()
+    index = data.index
+    return {
+        "records_for": index.kind,
+        **({"rollouts": "answers and rewards are stored"} if index.rollouts else {}),
+        "vocab_size": index.vocab_size,
+        "dtype": index.dtype,
+        "tokenizer_sha256": index.tokenizer_sha256,
+        "splits": {
+            name: {"records": s.documents, "tokens": s.tokens, "learnt": s.supervised, "longest": s.longest}
+            for name, s in index.splits.items()
+        },
+        "sources": index.sources,
+        "verified": "sizes, hashes, ids, borders, marks, tokenizer",
     }
 
 

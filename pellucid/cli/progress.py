@@ -38,7 +38,11 @@ class TrainProgress(Callback):
 
     def on_validation(self, trainer: Trainer, info: ValidationInfo) -> None:
         if not self.quiet:
-            notice(f"step {info.step:,}: validation loss {info.loss:.4f} nats/token over {info.tokens:,} tokens")
+            what = "".join(f", {name} {value:.4g}" for name, value in info.metrics.items())
+            one = info.unit.removesuffix("s")
+            notice(
+                f"step {info.step:,}: validation loss {info.loss:.4f} nats/{one}{what} over {info.tokens:,} {info.unit}"
+            )
 
     def on_train_end(self, trainer: Trainer, info: TrainState) -> None:
         self.close()

@@ -34,7 +34,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--nproc", type=int, metavar="N", help="train on N ranks of this machine, one process each (torchrun works too)"
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the estimate and stop")
-    parser.set_defaults(run=run, takes_settings=True, wants_allocator=True)
+    parser.set_defaults(run=run, takes_settings=True, allocator="training")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -145,6 +145,8 @@ def train(config: RunConfig, *, resume: bool = False, dry_run: bool = False, qui
     forecast = on_first_rank(lambda: estimate(trainer.setup), tag="init/estimate")
     if forecast is not None and (not quiet or dry_run):
         notice(forecast.line())
+        for note in trainer.setup.notes:
+            notice(note)
     on_first_rank(lambda: forecast.refuse_if_too_large() if forecast else None, tag="init/memory")
     if dry_run:
         return trainer

@@ -6,9 +6,10 @@ The order is a function: sample ``index`` of ``epoch`` is window ``permute(index
 so that a run resumes at any sample, and any number of ranks sees the same samples in the same step.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +50,44 @@ class Batch:
         return replace(self, **moved)
 
 
-class Windows:
+AnyBatch = TypeVar("AnyBatch")
+
+
+class Counted(Protocol):
+    """A split of any kind."""
+
+    num_tokens: int
+    num_documents: int
+
+
+class Samples(ABC, Generic[AnyBatch]):
+    """What an epoch visits once each, by number. There are as many in every epoch."""
+
+    split: Counted
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def batch(self, sample_ids: list[int], rows: int = 0) -> AnyBatch:
+        """The samples of these ids, filled up to ``rows`` with empty ones."""
+
+    def for_epoch(self, key: int) -> "Samples[AnyBatch]":
+        """The samples as they are in the epoch of this key: a function of ``key``. Here the same in each."""
+        return self
+
+    def batches(self, micro_batch: int) -> Iterator[AnyBatch]:
+        """Each sample once, in order, in batches of equally many."""
+        for i in range(-(-len(self) // micro_batch)):
+            yield self.batch_number(i, micro_batch)
+
+    def batch_number(self, i: int, micro_batch: int) -> AnyBatch:
+        """The i-th of `batches`."""
+        first = i * micro_batch
+        return self.batch(list(range(first, min(first + micro_batch, len(self)))), micro_batch)
+
+
+class Windows(Samples[Batch]):
     """The windows of a split: ``context`` tokens and their targets, every ``stride`` tokens.
 
     The last window may reach beyond the end; what is there is not supervised, so that no token is lost and every
@@ -65,7 +103,8 @@ class Windows:
     """
 
     def __init__(self, split: Split, context: int, stride: int = 0, *, score_once: bool = False) -> None:
-        self.split, self.context, self.stride = split, context, stride or context
+        self.split: Split = split
+        self.context, self.stride = context, stride or context
         if self.stride > context:
             raise ConfigError(f"data.stride {self.stride} is longer than the context {context} and would skip tokens")
         if split.num_tokens < 2:
@@ -76,16 +115,16 @@ class Windows:
     def __len__(self) -> int:
         return self._length
 
-    def batch(self, window_ids: list[int], rows: int = 0) -> Batch:
+    def batch(self, sample_ids: list[int], rows: int = 0) -> Batch:
         """The windows of these ids, filled up with empty rows to ``rows``."""
-        num = max(rows, len(window_ids))
+        num = max(rows, len(sample_ids))
         length = self.context + 1
         tokens = np.zeros((num, length), np.int64)
         documents = np.full((num, length), -1, np.int64)
         positions = np.zeros((num, length), np.int64)
         mask = np.zeros((num, self.context), bool)
         steps = np.arange(length)
-        for row, window in enumerate(window_ids):
+        for row, window in enumerate(sample_ids):
             start = window * self.stride
             ids = self.split.read(start, min(start + length, self.split.num_tokens))
             n = len(ids)
@@ -98,7 +137,7 @@ class Windows:
             mask[row] = (documents[row, 1:] == documents[row, :-1]) & (documents[row, 1:] >= 0)
             if self.score_once and window > 0:
                 mask[row, : self.context - self.stride] = False
-        ids_and_fill = list(window_ids) + [-1] * (num - len(window_ids))
+        ids_and_fill = list(sample_ids) + [-1] * (num - len(sample_ids))
         inputs = documents[:, :-1]
         return Batch(
             tokens=torch.from_numpy(tokens[:, :-1].copy()),
@@ -110,63 +149,74 @@ class Windows:
             packed=bool((inputs != inputs[:, :1]).any()),
         )
 
-    def batches(self, micro_batch: int) -> Iterator[Batch]:
-        """Each window once, in order, in batches of equal shape."""
-        for i in range(-(-len(self) // micro_batch)):
-            yield self.batch_number(i, micro_batch)
 
-    def batch_number(self, i: int, micro_batch: int) -> Batch:
-        """The i-th of `batches`."""
-        first = i * micro_batch
-        return self.batch(list(range(first, min(first + micro_batch, len(self)))), micro_batch)
-
-
-class Loader:
+class Loader(Generic[AnyBatch]):
     """The micro-batches of one optimizer step at a time, without end.
 
     The samples of a step are ``[cursor, cursor + global_batch)`` of the epoch's order; rank r takes the r-th of
     ``world_size`` equal slices. The last step of an epoch takes what is left. All ranks get equally many
     micro-batches of equal shape, filled up with empty rows.
 
-    ``epoch`` and ``samples`` (consumed in this epoch, by all ranks) are the whole state.
+    ``epoch`` and ``samples`` (consumed in this epoch, by all ranks) are the whole state, and with ``repeats`` also ``repeat``.
+
+    Args:
+        repeats: steps in a row that get the same samples.
     """
 
     def __init__(
-        self, windows: Windows, *, global_batch: int, micro_batch: int, seed: int, rank: int = 0, world_size: int = 1
+        self,
+        windows: Samples[AnyBatch],
+        *,
+        global_batch: int,
+        micro_batch: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        repeats: int = 1,
     ) -> None:
         if global_batch % (micro_batch * world_size):
             raise ConfigError(
                 f"train.global_batch {global_batch} is not a multiple of train.micro_batch {micro_batch} x {world_size} ranks"
             )
         self.windows, self.global_batch, self.micro_batch, self.seed = windows, global_batch, micro_batch, seed
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.repeats = rank, world_size, repeats
         self.epoch = 0
         self.samples = 0
+        self.repeat = 0
+        """Steps that have had the samples which come next."""
+        self._current: tuple[int, Samples[AnyBatch]] | None = None  # an epoch and its samples
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps that visit every window once."""
-        return -(-len(self.windows) // self.global_batch)
+        """Optimizer steps that visit every window once, or ``repeats`` times."""
+        return -(-len(self.windows) // self.global_batch) * self.repeats
 
-    def next_window(self) -> list[Batch]:
+    def next_window(self) -> list[AnyBatch]:
         """The micro-batches of this rank for the next step; moves the cursor."""
         if self.samples >= len(self.windows):
             self.epoch, self.samples = self.epoch + 1, 0
         stop = min(self.samples + self.global_batch, len(self.windows))
         order = np.arange(self.samples, stop)
-        ids = permute(order, len(self.windows), (self.seed << 32) + self.epoch).tolist()
-        self.samples = stop
+        key = (self.seed << 32) + self.epoch
+        ids = permute(order, len(self.windows), key).tolist()
+        if self._current is None or self._current[0] != self.epoch:
+            self._current = self.epoch, self.windows.for_epoch(key)
+        samples = self._current[1]
+        self.repeat = (self.repeat + 1) % self.repeats
+        if not self.repeat:
+            self.samples = stop
         share = self.global_batch // self.world_size
         mine = ids[self.rank * share : (self.rank + 1) * share]
         num_micro = -(-min(len(ids), share) // self.micro_batch)  # rank 0's, so that all ranks agree
         return [
-            self.windows.batch(mine[i * self.micro_batch : (i + 1) * self.micro_batch], self.micro_batch)
+            samples.batch(mine[i * self.micro_batch : (i + 1) * self.micro_batch], self.micro_batch)
             for i in range(num_micro)
         ]
 
     def state_dict(self) -> dict[str, Any]:
         """The global cursor: the same on every rank and for every world size."""
-        return {"epoch": self.epoch, "samples": self.samples, "windows": len(self.windows), "seed": self.seed}
+        repeat = {"repeat": self.repeat} if self.repeats > 1 else {}
+        return {"epoch": self.epoch, "samples": self.samples, "windows": len(self.windows), "seed": self.seed, **repeat}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a cursor; `CheckpointError` if it is one of other data or another seed."""
@@ -175,7 +225,7 @@ class Loader:
                 raise CheckpointError(
                     f"the checkpoint's cursor has {key} {state[key]}, this run has {mine}; use the same data"
                 )
-        self.epoch, self.samples = state["epoch"], state["samples"]
+        self.epoch, self.samples, self.repeat = state["epoch"], state["samples"], state.get("repeat", 0) % self.repeats
 
 
 def permute(index: npt.NDArray[np.int64], length: int, key: int) -> npt.NDArray[np.int64]:
@@ -187,21 +237,21 @@ def permute(index: npt.NDArray[np.int64], length: int, key: int) -> npt.NDArray[
     half = max(1, (max(length - 1, 1).bit_length() + 1) // 2)
     low = np.uint64((1 << half) - 1)
     shift = np.uint64(half)
-    keys = _mix(np.arange(8, dtype=np.uint64) ^ np.uint64(key * 0x9E3779B97F4A7C15 % (1 << 64)))
+    keys = mix64(np.arange(8, dtype=np.uint64) ^ np.uint64(key * 0x9E3779B97F4A7C15 % (1 << 64)))
     out = index.astype(np.uint64)
     todo = np.ones(len(out), bool)
     while todo.any():
         value = out[todo]
         left, right = value >> shift, value & low
         for round_key in keys:
-            left, right = right, left ^ (_mix(right ^ round_key) & low)
+            left, right = right, left ^ (mix64(right ^ round_key) & low)
         out[todo] = (left << shift) | right
         todo = out >= np.uint64(length)
     return out.astype(np.int64)
 
 
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """splitmix64's finaliser; Steele, Lea & Flood 2014."""
+def mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Well mixed bits of each number: splitmix64's finaliser; Steele, Lea & Flood 2014."""
     with np.errstate(over="ignore"):
         x = x + np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

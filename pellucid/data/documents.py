@@ -1,12 +1,14 @@
 """What a source yields, and the log of what had to be left out."""
 
+import json
+import re
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from pellucid.data.shards import IntArray
-from pellucid.errors import DataError
+from pellucid.errors import ConfigError, DataError
 
 Message: TypeAlias = dict[str, str]
 Content: TypeAlias = str | list[Message] | IntArray
@@ -23,6 +25,23 @@ class Document:
     """Where it came from, for messages: "file", "file:line", "sample:stories:17"."""
     num_bytes: int
     """Its text in UTF-8; for ids `ID_BYTES` each."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawRecord:
+    """One example for post-training as it was written: a JSON object, not yet looked at."""
+
+    table: dict[str, Any]
+    location: str
+    num_bytes: int
+    """As JSON, about."""
+    split: Literal["train", "val"] | None = None
+    """Where its source wants it; None: wherever the draw puts it."""
+
+
+def raw_record(table: dict[str, Any], location: str, split: Literal["train", "val"] | None = None) -> RawRecord:
+    """``table`` with its size."""
+    return RawRecord(table, location, len(json.dumps(table, ensure_ascii=False)), split)
 
 
 @dataclass(slots=True)
@@ -111,3 +130,12 @@ def _utf8_length(text: str, location: str) -> int:
         raise DataError(
             f"{location}: character {error.start} is half of a surrogate pair ({text[error.start]!a}), not text"
         ) from None
+
+
+def parse_size(text: str) -> int:
+    """``"20MB"`` in bytes: B, KB, MB, GB are powers of 1000, KiB, MiB, GiB of 1024; `ConfigError` otherwise."""
+    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if not match or match[2] not in units or not (size := int(float(match[1]) * units[match[2]])):
+        raise ConfigError(f"size must be a number of bytes such as 20MB or 512KiB, got {text!r}")
+    return size

@@ -1,25 +1,10 @@
-"""Documents -> token ids, in order, in this process or in worker processes.
+"""Documents -> token ids, in order, in this process or in worker processes."""
 
-A worker is a Python of its own that imports the tokenizer and nothing heavier; it reads batches from its standard input
-and ends when that closes, so that none outlives its parent, however the parent dies. Frames on the pipes are two sizes,
-a JSON header and raw bytes; nothing is pickled.
-"""
-
-import contextlib
-import itertools
 import json
-import os
-import queue
-import signal
-import struct
-import subprocess
-import sys
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,16 +12,14 @@ import numpy.typing as npt
 from pellucid.data.documents import Document
 from pellucid.data.index import DTYPES
 from pellucid.data.shards import IntArray
-from pellucid.errors import DataError, PellucidError, RequestError
+from pellucid.data.workers import Frame, Workers, answer_requests
+from pellucid.errors import DataError, RequestError
 
 if TYPE_CHECKING:
     from pellucid.tokenizer import Tokenizer
 
 BATCH_BYTES = 1 << 20
 BATCH_DOCUMENTS = 4096
-_SIZES = struct.Struct("<QQ")
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
-# appended to the path, not put first: beside an installed package lie others that may shadow the standard library
 _BOOT = (
     "import sys; sys.path.append(sys.argv[1]); from pellucid.data.encode import serve; serve(sys.argv[2], sys.argv[3])"
 )
@@ -83,13 +66,10 @@ def encode_batches(
     if workers == 1:
         yield from (encode(tokenizer, dtype, batch) for batch in work)
         return
-    with _Workers(folder, dtype, workers) as pool:
-        source = iter(work)
-        pending = deque(pool.submit(batch) for batch in itertools.islice(source, 2 * workers))
-        while pending:
-            encoded = pending.popleft().result()
-            pending.extend(pool.submit(batch) for batch in itertools.islice(source, 1))
-            yield encoded
+    with Workers(_BOOT, [str(folder), dtype], workers) as pool:
+        for count, (header, body) in pool.in_order((len(batch), _pack(batch)) for batch in work):
+            lengths = np.frombuffer(body, dtype="<i8", count=count).astype(np.int64)
+            yield Encoded(np.frombuffer(body, dtype=DTYPES[dtype], offset=8 * count), lengths, header["refused"])
 
 
 def encode(tokenizer: "Tokenizer", dtype: str, documents: list[Document]) -> Encoded:
@@ -132,71 +112,6 @@ def framed(tokenizer: "Tokenizer", ids: list[int]) -> list[int]:
     return [*front, *ids, *back]
 
 
-# -- the parent's side --------------------------------------------------------------------------------------
-
-
-class _Workers:
-    """Worker processes, each served by a thread that hands it one batch after another."""
-
-    def __init__(self, folder: Path, dtype: str, count: int) -> None:
-        self._dtype = DTYPES[dtype]
-        self._free: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
-        self._processes: list[subprocess.Popen[bytes]] = []
-        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-P", "-c", _BOOT, _PACKAGE_ROOT, str(folder), dtype]
-        pipe = subprocess.PIPE
-        for _ in range(count):
-            # a session of its own: Ctrl-C is for the parent, workers end with their pipe
-            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
-            self._processes.append(process)
-            self._free.put(process)
-        self._threads = ThreadPoolExecutor(count, thread_name_prefix="pellucid-encode")
-
-    def __enter__(self) -> "_Workers":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-        self._threads.shutdown(wait=True, cancel_futures=True)
-        for process in self._processes:
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                with contextlib.suppress(OSError):  # what was still buffered has nobody to read it
-                    if pipe:
-                        pipe.close()
-
-    def submit(self, batch: list[Document]) -> Future[Encoded]:
-        return self._threads.submit(self._encode, batch)
-
-    def _encode(self, batch: list[Document]) -> Encoded:
-        process = self._free.get()
-        assert process.stdin and process.stdout
-        try:
-            _send(process.stdin, *_pack(batch))
-            header, body = _receive(process.stdout)
-        except (OSError, EOFError, ValueError) as error:
-            raise PellucidError(_obituary(process)) from error
-        finally:
-            self._free.put(process)
-        split = 8 * len(batch)
-        lengths = np.frombuffer(body, dtype="<i8", count=len(batch)).astype(np.int64)
-        return Encoded(np.frombuffer(body, dtype=self._dtype, offset=split), lengths, header["refused"])
-
-
-def _obituary(process: "subprocess.Popen[bytes]") -> str:
-    try:
-        code = process.wait(timeout=2)
-    except subprocess.TimeoutExpired:
-        return "an encoding worker closed its pipe; nothing was written"
-    how = f"exit status {code}"
-    if code < 0:
-        how = f"signal {signal.Signals(-code).name}"
-        if -code == signal.SIGKILL:
-            how += ", perhaps for lack of memory: fewer --workers need less"
-    return f"an encoding worker died ({how}); nothing was written"
-
-
 # -- the pipe -----------------------------------------------------------------------------------------------
 
 
@@ -226,39 +141,14 @@ def _unpack(header: dict[str, Any], body: bytes) -> list[Document]:
     return documents
 
 
-def _send(pipe: IO[bytes], header: dict[str, Any], body: bytes) -> None:
-    head = json.dumps(header).encode()
-    pipe.write(_SIZES.pack(len(head), len(body)) + head)
-    pipe.write(body)
-    pipe.flush()
-
-
-def _receive(pipe: IO[bytes]) -> tuple[dict[str, Any], bytes]:
-    head_size, body_size = _SIZES.unpack(_exactly(pipe, _SIZES.size))
-    return json.loads(_exactly(pipe, head_size)), _exactly(pipe, body_size)
-
-
-def _exactly(pipe: IO[bytes], size: int) -> bytes:
-    data = pipe.read(size)
-    if len(data) != size:
-        raise EOFError
-    return data
-
-
 def serve(folder: str, dtype: str) -> None:
-    """A worker's whole life: encode what comes in on standard input until it closes."""
+    """A worker's whole life: encode batches."""
     from pellucid.tokenizer import Tokenizer
 
-    incoming, outgoing = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever prints must not get into the results
     tokenizer = Tokenizer.load(folder)
-    while True:
-        try:
-            batch = _unpack(*_receive(incoming))
-        except EOFError:
-            return
-        result = encode(tokenizer, dtype, batch)
-        try:
-            _send(outgoing, {"refused": result.refused}, result.lengths.astype("<i8").tobytes() + result.ids.tobytes())
-        except BrokenPipeError:
-            os._exit(0)  # the parent is gone
+
+    def answer(header: dict[str, Any], body: bytes) -> Frame:
+        result = encode(tokenizer, dtype, _unpack(header, body))
+        return {"refused": result.refused}, result.lengths.astype("<i8").tobytes() + result.ids.tobytes()
+
+    answer_requests(answer)

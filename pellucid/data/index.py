@@ -14,6 +14,7 @@ from pellucid.errors import DataError, StorageError
 FORMAT = "pellucid-data"
 FORMAT_VERSION = 1
 INDEX = "index.json"
+KINDS = ("tokens", "sft", "dpo", "grpo")
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 BUFFER_BYTES = 1 << 20
 
@@ -27,6 +28,10 @@ class SplitIndex:
     files: tuple[str, ...]
     bytes: dict[str, int]
     sha256: dict[str, str]
+    supervised: int
+    """Of records: tokens that are learnt. Of text: 0."""
+    longest: int
+    """Of records: tokens of the longest. Of text: 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,8 @@ class DataIndex:
     tokenizer_sha256: str
     splits: dict[str, SplitIndex]
     sources: list[dict[str, Any]]
+    rollouts: bool
+    """Of kind "grpo": answers and rewards are stored beside the prompts."""
 
 
 def write_index(
@@ -49,12 +56,15 @@ def write_index(
     tokenizer_sha256: str,
     splits: dict[str, dict[str, Any]],
     sources: list[dict[str, Any]],
+    kind: str = "tokens",
+    rollouts: bool = False,
 ) -> None:
-    """Write index.json of token data durably; the last file of a DATA folder to appear."""
+    """Write index.json durably; the last file of a DATA folder to appear."""
     index = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
-        "kind": "tokens",
+        "kind": kind,
+        **({"rollouts": True} if rollouts else {}),
         "dtype": dtype,
         "vocab_size": vocab_size,
         "tokenizer_sha256": tokenizer_sha256,
@@ -101,8 +111,8 @@ def read_index(folder: Path) -> DataIndex:
 def _index_from(raw: dict[str, Any]) -> DataIndex:
     if raw["format_version"] != FORMAT_VERSION:
         raise ValueError(f"format_version is {raw['format_version']!r}")
-    if raw["kind"] != "tokens":
-        raise ValueError(f'kind is {raw["kind"]!r} where "tokens" is needed')
+    if raw["kind"] not in KINDS:
+        raise ValueError(f"kind is {raw['kind']!r}, known: {', '.join(KINDS)}")
     if raw["dtype"] not in DTYPES:
         raise ValueError(f"dtype is {raw['dtype']!r}, known: {', '.join(DTYPES)}")
     vocab_size = int(raw["vocab_size"])
@@ -120,10 +130,12 @@ def _index_from(raw: dict[str, Any]) -> DataIndex:
             files,
             dict(entry.get("bytes", {})),
             dict(entry.get("sha256", {})),
+            int(entry.get("supervised", 0)),
+            int(entry.get("longest", 0)),
         )
-    return DataIndex(
-        raw["kind"], raw["dtype"], vocab_size, str(raw["tokenizer_sha256"]), splits, list(raw.get("sources", []))
-    )
+    digest, sources = str(raw["tokenizer_sha256"]), list(raw.get("sources", []))
+    rollouts = raw["kind"] == "grpo" and bool(raw.get("rollouts", False))
+    return DataIndex(raw["kind"], raw["dtype"], vocab_size, digest, splits, sources, rollouts)
 
 
 class HashedFile:

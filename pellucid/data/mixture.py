@@ -1,7 +1,8 @@
 """Several sources as one row of documents."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from pellucid.data.documents import Document, ReadLog
 from pellucid.data.sources import Source
@@ -17,24 +18,44 @@ class Used:
     exhausted: bool = False
 
 
+class Measured(Protocol):
+    """Anything a source yields."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+Item = TypeVar("Item", bound=Measured)
+
+
 def mix(
     sources: Sequence[Source], weights: Sequence[float] | None, log: ReadLog, used: list[Used]
 ) -> Iterator[Document]:
-    """The documents of all sources in one order; fills ``used``, one entry a source, as it goes.
+    """`mixed` of the documents of all sources."""
+    return mixed(sources, weights, used, lambda source: source.documents(log))
 
-    Without weights: all of each source, one after another. With weights, positive and one a source: the next document
-    comes from the source whose share of the text bytes is furthest behind its weight, so that the shares hold at every
-    point to within one document; it ends where the next source in turn has no more, and nothing is repeated.
+
+def mixed(
+    sources: Sequence[Source],
+    weights: Sequence[float] | None,
+    used: list[Used],
+    read: Callable[[Source], Iterator[Item]],
+) -> Iterator[Item]:
+    """What ``read`` finds in all sources, in one order; fills ``used``, one entry a source, as it goes.
+
+    Without weights: all of each source, one after another. With weights, positive and one a source: the next item
+    comes from the source whose share of the bytes is furthest behind its weight, so that the shares hold at every
+    point to within one item; it ends where the next source in turn has no more, and nothing is repeated.
     """
     used[:] = [Used(source) for source in sources]
     if weights is None:
         for entry in used:
-            for document in entry.source.documents(log):
-                _count(entry, document)
-                yield document
+            for item in read(entry.source):
+                _count(entry, item)
+                yield item
             entry.exhausted = True
         return
-    streams = [source.documents(log) for source in sources]
+    streams = [read(source) for source in sources]
     while True:
         turn = min(range(len(used)), key=lambda i: used[i].num_bytes / weights[i])
         following = next(streams[turn], None)
@@ -45,6 +66,6 @@ def mix(
         yield following
 
 
-def _count(entry: Used, document: Document) -> None:
-    entry.num_bytes += document.num_bytes
+def _count(entry: Used, item: Measured) -> None:
+    entry.num_bytes += item.num_bytes
     entry.num_documents += 1

@@ -65,6 +65,12 @@ class PrepareOptions:
     """Tokens a file at most."""
     on_error: Literal["stop", "skip"] = "stop"
     """At bad input: stop, or leave it out and count it."""
+    records: Literal["sft", "dpo", "grpo"] | None = None
+    """Make records for post-training; None: text."""
+    chat_template: str | None = None
+    """Of records: a file with the chat template to use instead of the tokenizer's, or "none": leave texts as they are."""
+    context: int | None = None
+    """Of records: the window they are to be trained in, to say how many are longer and how full rows will be."""
 
     def __post_init__(self) -> None:
         _require(bool(self.inputs), "give at least one INPUT")
@@ -74,6 +80,12 @@ class PrepareOptions:
         _require(self.shard_tokens >= 1, f"--shard-tokens must be at least 1, got {self.shard_tokens}")
         _require(self.seed >= 0, f"--seed must not be negative, got {self.seed}")
         _require(self.on_error in ("stop", "skip"), f"--on-error must be stop or skip, got {self.on_error!r}")
+        if self.records is None:
+            _require(self.chat_template is None, "--chat-template is for records; give --for sft, dpo or grpo too")
+            _require(self.context is None, "--context is for records; give --for sft, dpo or grpo too")
+        else:
+            _require(self.text_key == "text", f"--text-key {self.text_key} is for text; records have keys of their own")
+            _require(self.context is None or self.context >= 2, f"--context must be at least 2, got {self.context}")
         if self.weights is not None:
             _require(
                 len(self.weights) == len(self.inputs),
@@ -145,17 +157,17 @@ def prepare(options: PrepareOptions, progress: Progress | None = None) -> Summar
     used: list[Used] = []
     with staged_folder(options.out) as folder:
         tokenizer = loaded or _train_tokenizer(options, opened, report)
-        sha256 = _save_tokenizer(tokenizer, folder)
+        sha256 = save_tokenizer(tokenizer, folder)
         splits = _write_shards(options, opened, tokenizer, folder, log, used, report)
         if not splits:
-            raise _nothing_there(options, log)
+            raise nothing_there(options, log)
         write_index(
             folder,
             dtype=dtype_for(tokenizer.vocab_size),
             vocab_size=tokenizer.vocab_size,
             tokenizer_sha256=sha256,
             splits=splits,
-            sources=[_source_entry(entry) for entry in used],
+            sources=[source_entry(entry) for entry in used],
         )
     return Summary(
         folder=options.out,
@@ -164,7 +176,7 @@ def prepare(options: PrepareOptions, progress: Progress | None = None) -> Summar
         text_bytes=sum(entry.num_bytes for entry in used),
         vocab_size=tokenizer.vocab_size,
         splits={name: {"tokens": split["tokens"], "documents": split["documents"]} for name, split in splits.items()},
-        sources=[_source_entry(entry) for entry in used],
+        sources=[source_entry(entry) for entry in used],
         num_skipped=log.num_skipped,
         first_skipped=log.first_skipped,
         num_empty=log.num_empty,
@@ -188,7 +200,7 @@ def _write_shards(
     total = sum(source.total_bytes for source in sources) if options.weights is None else None
     read_up_to: deque[int] = deque()  # of each batch in flight, so that progress is of what is done
     batched = _noting(batches(mix(sources, options.weights, log, used)), log, read_up_to)
-    work = encode_batches(tokenizer, folder, dtype, batched, _num_workers(options, total))
+    work = encode_batches(tokenizer, folder, dtype, batched, num_workers(options, total))
     writer = SplitWriter(folder, dtype, options.shard_tokens, options.val_fraction, options.seed)
     with closing(writer), closing(work) as results:
         for encoded in results:
@@ -215,16 +227,22 @@ def _load_tokenizer(path: Path) -> "Tokenizer":
 
 
 def _train_tokenizer(options: PrepareOptions, sources: list[Source], progress: Progress) -> "Tokenizer":
-    from pellucid.tokenizer import train_bpe
-
     log = ReadLog(skip=options.on_error == "skip")
     total = sum(source.total_bytes for source in sources) if options.weights is None else None
-    documents = mix(sources, options.weights, log, [])
+    return train_tokenizer(options, mix(sources, options.weights, log, []), log, total, progress)
+
+
+def train_tokenizer(
+    options: PrepareOptions, documents: Iterable[Document], log: ReadLog, total: int | None, progress: Progress
+) -> "Tokenizer":
+    """A byte-level BPE of ``options.vocab_size``, trained on a sample of ``documents``, whose reading ``log`` counts."""
+    from pellucid.tokenizer import train_bpe
+
     vocab_size = options.vocab_size or DEFAULT_VOCAB_SIZE
     budget = min(SAMPLE_BYTES, SAMPLE_BYTES_A_TOKEN * vocab_size)
     sample = sample_texts(_reported(documents, log, total, progress), budget, options.seed)
     if not sample:
-        raise _nothing_there(options, log)
+        raise nothing_there(options, log)
     progress("training the tokenizer", 0, None, len(sample))
     return train_bpe(sample, vocab_size)
 
@@ -268,7 +286,8 @@ def sample_texts(documents: Iterable[Document], budget_bytes: int, seed: int) ->
     return [text for text, _ in kept]
 
 
-def _save_tokenizer(tokenizer: "Tokenizer", folder: Path) -> str:
+def save_tokenizer(tokenizer: "Tokenizer", folder: Path) -> str:
+    """Write its files into a DATA folder; the sha256 of tokenizer.json."""
     path = folder / "tokenizer.json"
     try:
         tokenizer.save(folder)
@@ -280,21 +299,24 @@ def _save_tokenizer(tokenizer: "Tokenizer", folder: Path) -> str:
 # -- small decisions ----------------------------------------------------------------------------------------
 
 
-def _num_workers(options: PrepareOptions, total_bytes: int | None) -> int:
+def num_workers(options: PrepareOptions, total_bytes: int | None, *, bytes_a_worker: int = BYTES_A_WORKER) -> int:
+    """Processes that encode: as asked, else one a core, fewer for little input."""
     if options.workers is not None:
         return options.workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores if total_bytes is None else max(1, min(cores, total_bytes // BYTES_A_WORKER))
+    return cores if total_bytes is None else max(1, min(cores, total_bytes // bytes_a_worker))
 
 
-def _source_entry(entry: Used) -> dict[str, Any]:
+def source_entry(entry: Used) -> dict[str, Any]:
+    """What index.json says of a source."""
     source = entry.source
     credit = {"attribution": source.attribution} if source.attribution else {}
     sizes = {"bytes": entry.num_bytes, "documents": entry.num_documents}
     return {"name": source.name, "licence": source.licence, **sizes, **credit}
 
 
-def _nothing_there(options: PrepareOptions, log: ReadLog) -> DataError:
+def nothing_there(options: PrepareOptions, log: ReadLog) -> DataError:
+    """What to raise where all input was empty or left out."""
     where = ", ".join(options.inputs)
     first = f"; first: {log.first_skipped[0]}" if log.first_skipped else ""
     return DataError(f"{where}: no document to train on ({log.num_empty:,} empty, {log.num_skipped:,} skipped{first})")

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from pellucid.data.documents import Document, ReadLog, document_from, text_document
+from pellucid.data.documents import Document, RawRecord, ReadLog, document_from, raw_record, text_document
 from pellucid.errors import ConfigError, DataError
 
 PIECE_BYTES = 1 << 20
@@ -22,6 +22,8 @@ MAX_LINE_BYTES = 1 << 28
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 COMPRESSED = (".gz", ".zst")
 TABLES = (".parquet", ".h5", ".hdf5")
+RECORD_SUFFIXES = (".jsonl", *TABLES)
+"""Kinds of files that can hold examples for post-training."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -59,6 +61,46 @@ def read_file(path: Path, text_key: str, log: ReadLog) -> Iterator[Document]:
                 yield from _read_text(stream, path, log)
     except DataError as error:
         log.report(error)
+
+
+def read_objects(path: Path, log: ReadLog) -> Iterator[RawRecord]:
+    """The examples of one .jsonl, .parquet or HDF5 file, lazily. Bad input goes to ``log``.
+
+    Columns (lists of rows under the keys that `pellucid.data.stored` knows) are taken apart into their rows.
+    """
+    from pellucid.data.stored import read_columns, unstacked
+
+    try:
+        if kind_of(path) == ".parquet":
+            from pellucid.data.tables import parquet_objects
+
+            tables = parquet_objects(path, log)
+        elif kind_of(path) == ".jsonl":
+            tables = _jsonl_objects(path, log)
+        else:
+            tables = read_columns(path, log)
+        for table, location in tables:
+            try:
+                for i, row in enumerate(rows := unstacked(table)):
+                    yield raw_record(row, location if len(rows) == 1 else f"{location}[{i}]")
+            except DataError as error:
+                log.report(DataError(f"{location}: {error}"))
+    except DataError as error:
+        log.report(error)
+
+
+def _jsonl_objects(path: Path, log: ReadLog) -> Iterator[tuple[dict[str, Any], str]]:
+    with _open(path, log) as stream:
+        for line, start, location in _lines(stream, path, log):
+            try:
+                table = _object(line, start, location)
+            except DataError as error:
+                log.report(error)
+            else:
+                if table is None:
+                    log.num_empty += 1
+                else:
+                    yield table, location
 
 
 @contextmanager
@@ -174,27 +216,34 @@ def _decode(data: bytes, start: int, where: str) -> str:
 
 
 def _read_jsonl(stream: IO[bytes], path: Path, text_key: str, log: ReadLog) -> Iterator[Document]:
-    number, start = 0, 0
-    while line := stream.readline(MAX_LINE_BYTES):
-        number += 1
-        location = f"{path}:{number}"
+    for line, start, location in _lines(stream, path, log):
         try:
-            if len(line) == MAX_LINE_BYTES:
-                raise DataError(f"{path}: line {number} is longer than {MAX_LINE_BYTES >> 20} MiB; not a JSONL file?")
-            document = _from_line(line.removeprefix(_BOM) if number == 1 else line, start, location, text_key)
+            table = _object(line, start, location)
+            document = None if table is None else from_record(table, location, text_key)
         except DataError as error:
             log.report(error)
-            if len(line) == MAX_LINE_BYTES:
-                return
         else:
             if document:
                 yield document
             else:
                 log.num_empty += 1
+
+
+def _lines(stream: IO[bytes], path: Path, log: ReadLog) -> Iterator[tuple[bytes, int, str]]:
+    """Each line, where it starts in the decompressed file, and its location for messages; ends at one without an end."""
+    number, start = 0, 0
+    while line := stream.readline(MAX_LINE_BYTES):
+        number += 1
+        if len(line) == MAX_LINE_BYTES:
+            too_long = f"{path}: line {number} is longer than {MAX_LINE_BYTES >> 20} MiB; not a JSONL file?"
+            log.report(DataError(too_long))
+            return
+        yield line.removeprefix(_BOM) if number == 1 else line, start, f"{path}:{number}"
         start += len(line)
 
 
-def _from_line(line: bytes, start: int, location: str, text_key: str) -> Document | None:
+def _object(line: bytes, start: int, location: str) -> dict[str, Any] | None:
+    """The JSON object in a line; None where the line is blank."""
     text = _decode(line, start, location)
     if text.isspace() or not text:
         return None
@@ -204,7 +253,7 @@ def _from_line(line: bytes, start: int, location: str, text_key: str) -> Documen
         raise DataError(f"{location}: not JSON ({error})") from None
     if not isinstance(record, dict):
         raise DataError(f"{location}: a line must be a JSON object, got {type(record).__name__}")
-    return from_record(record, location, text_key)
+    return record
 
 
 def from_record(record: dict[str, Any], location: str, text_key: str) -> Document | None:

@@ -142,6 +142,11 @@ class TokenData:
         """
         folder = Path(folder)
         index = read_index(folder)
+        if index.kind != "tokens":
+            raise DataError(
+                f"{folder} holds records for {index.kind}, not text; use them with strategy.name {index.kind}, or make text data "
+                "with `pellucid prepare` without --for"
+            )
         return cls(folder, index, {name: Split(folder, name, index) for name in index.splits})
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -170,25 +175,30 @@ class TokenData:
 
     def tokenizer(self) -> "Tokenizer":
         """The tokenizer that made the ids; `DataError` where tokenizer.json is another one."""
-        from pellucid.tokenizer import Tokenizer
-
-        path = self.folder / "tokenizer.json"
-        try:
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror}); prepare the data again") from error
-        if digest != self.tokenizer_sha256:
-            raise DataError(
-                f"tokenizer {path} does not belong to this data: its sha256 is {digest} and {INDEX} says "
-                f"{self.tokenizer_sha256}; prepare the data again"
-            )
-        return Tokenizer.load(self.folder)
+        return tokenizer_of(self.folder, self.index)
 
     def verify(self) -> None:
         """Read everything: hashes, ids below ``vocab_size``, document ends; `DataError` names the first bad file."""
         for split in self._splits.values():
             split.verify()
         self.tokenizer()
+
+
+def tokenizer_of(folder: Path, index: DataIndex) -> "Tokenizer":
+    """The tokenizer in a DATA folder; `DataError` where it is not the one that made the ids."""
+    from pellucid.tokenizer import Tokenizer
+
+    path = folder / "tokenizer.json"
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); prepare the data again") from error
+    if digest != index.tokenizer_sha256:
+        raise DataError(
+            f"tokenizer {path} does not belong to this data: its sha256 is {digest} and {INDEX} says "
+            f"{index.tokenizer_sha256}; prepare the data again"
+        )
+    return Tokenizer.load(folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +278,7 @@ class Split:
         for shard in self._shards:
             for path in (shard.path, shard.path.with_name(docs_name(shard.path.name))):
                 expected = self._entry.sha256.get(path.name)
-                if expected is not None and _sha256_of(path) != expected:
+                if expected is not None and sha256_of(path) != expected:
                     raise DataError(f"{path} is damaged: its sha256 is not the one in {INDEX}; prepare the data again")
             for offset in range(0, shard.num_tokens, BUFFER_BYTES):
                 ids = self._pread(shard, offset, min(BUFFER_BYTES, shard.num_tokens - offset))
@@ -285,7 +295,7 @@ class Split:
         size = self._dtype.itemsize
         data = os.pread(shard.fd, count * size, offset * size)
         if len(data) != count * size:  # a regular file gives less only at its end, or beyond 2 GiB a call
-            data = _pread_all(shard.fd, count * size, offset * size)
+            data = pread_all(shard.fd, count * size, offset * size)
         if len(data) != count * size:
             raise DataError(f"{shard.path} was truncated while it was open; prepare the data again")
         return np.frombuffer(data, dtype=self._dtype)
@@ -324,7 +334,8 @@ class Split:
             os.close(shard.fd)
 
 
-def _pread_all(fd: int, size: int, offset: int) -> bytes:
+def pread_all(fd: int, size: int, offset: int) -> bytes:
+    """As os.pread, in as many calls as it takes; less than ``size`` only at the end of the file."""
     parts = []
     while size and (part := os.pread(fd, size, offset)):
         parts.append(part)
@@ -332,6 +343,7 @@ def _pread_all(fd: int, size: int, offset: int) -> bytes:
     return b"".join(parts)
 
 
-def _sha256_of(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

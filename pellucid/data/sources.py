@@ -17,17 +17,22 @@ from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from pellucid.config import build
-from pellucid.data.documents import Document, ReadLog, document_from, text_document
-from pellucid.data.readers import kind_of, known_kinds, read_file
+from pellucid.data.documents import Document, RawRecord, ReadLog, document_from, parse_size, text_document
+from pellucid.data.readers import RECORD_SUFFIXES, kind_of, known_kinds, read_file, read_objects
+from pellucid.data.record_sources import ArithmeticProblems, Chats, Preferences
 from pellucid.errors import ConfigError, DataError
 from pellucid.registry import NoOptions, lookup, register
 
 __all__ = [
+    "ArithmeticProblems",
+    "Chats",
     "Document",
     "Files",
+    "HasRecords",
+    "Preferences",
     "PythonLibrary",
     "ReadLog",
     "Shakespeare",
@@ -52,6 +57,14 @@ class Source(Protocol):
 
     def documents(self, log: ReadLog) -> Iterator[Document]:
         """All documents, lazily; bad input goes to ``log``."""
+
+
+@runtime_checkable
+class HasRecords(Protocol):
+    """What a source of examples for post-training has beside `Source`."""
+
+    def records(self, log: ReadLog) -> Iterator[RawRecord]:
+        """All examples, lazily, in a fixed order; bad input goes to ``log``."""
 
 
 def open_source(text: str, *, text_key: str = "text", seed: int = 0, size: str | None = None) -> Source:
@@ -79,15 +92,6 @@ def takes_size(text: str) -> bool:
     return text.startswith("sample:") and "size" in {f.name for f in fields(lookup("source", text).config)}
 
 
-def parse_size(text: str) -> int:
-    """``"20MB"`` in bytes: B, KB, MB, GB are powers of 1000, KiB, MiB, GiB of 1024; `ConfigError` otherwise."""
-    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    if not match or match[2] not in units or not (size := int(float(match[1]) * units[match[2]])):
-        raise ConfigError(f"size must be a number of bytes such as 20MB or 512KiB, got {text!r}")
-    return size
-
-
 # -- files --------------------------------------------------------------------------------------------------
 
 
@@ -110,6 +114,16 @@ class Files:
     def documents(self, log: ReadLog) -> Iterator[Document]:
         for path in self.paths:
             yield from read_file(path, self.text_key, log)
+
+    def records(self, log: ReadLog) -> Iterator[RawRecord]:
+        """The JSON objects, rows and segments of the files; files of text hold none and count as of another kind."""
+        readable = [path for path in self.paths if kind_of(path) in RECORD_SUFFIXES]
+        if not readable:
+            raise ConfigError(f"{self.name}: no examples in files of text; known: {', '.join(RECORD_SUFFIXES)}")
+        self.num_ignored += len(self.paths) - len(readable)
+        self.paths = readable
+        for path in readable:
+            yield from read_objects(path, log)
 
 
 def _find(text: str) -> tuple[list[Path], int]:

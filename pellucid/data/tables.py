@@ -35,6 +35,31 @@ def read_parquet(path: Path, text_key: str, log: ReadLog) -> Iterator[Document]:
         raise DataError(f"{path}: cannot be read as parquet ({error})") from error
 
 
+def parquet_objects(path: Path, log: ReadLog) -> Iterator[tuple[dict[str, Any], str]]:
+    """Each row as an object, with its location; null cells are left out."""
+    parquet = optional("pyarrow.parquet", f"{path.name}, a parquet file,")
+    errors = (OSError, ValueError, optional("pyarrow", "a parquet file").ArrowException)
+    size = path.stat().st_size if path.is_file() else 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            rows, done = max(file.metadata.num_rows, 1), 0
+            for batch in file.iter_batches(batch_size=1024):
+                tables = batch.to_pylist()
+                log.done_bytes += size * len(tables) // rows
+                for number, table in enumerate(tables, done + 1):
+                    yield _without_nulls(table), f"{path}: row {number}"
+                done += len(tables)
+    except errors as error:
+        raise DataError(f"{path}: cannot be read as parquet ({error})") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    # a column of objects has every key in every row
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def read_hdf5(path: Path, key: str, log: ReadLog) -> Iterator[Document]:
     """A segment ``data_<n>`` of token ids is a document, in numeric order; longer ones come in `SEGMENT_IDS` pieces.
 
@@ -49,7 +74,7 @@ def read_hdf5(path: Path, key: str, log: ReadLog) -> Iterator[Document]:
                 raise DataError(
                     f"{path}: {group_name!r} is not a group; its segments belong at {group_name}/data_0, ..."
                 )
-            for name in _segments(group, f"{path}: {group_name}"):
+            for name in segments(group, f"{path}: {group_name}"):
                 yield from _segment(group[name], f"{path}: {group_name}/{name}", log)
     except (OSError, RuntimeError, KeyError) as error:
         raise DataError(f"{path}: cannot be read as HDF5 ({error})") from error
@@ -67,7 +92,8 @@ def _group_of(file: Any, key: str, path: Path) -> str:
     )
 
 
-def _segments(group: Any, where: str) -> list[str]:
+def segments(group: Any, where: str) -> list[str]:
+    """The names ``data_<n>`` in a group, in numeric order."""
     numbers: dict[int, str] = {}
     for name in group:
         match = _SEGMENT.fullmatch(name)

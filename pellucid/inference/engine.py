@@ -43,6 +43,8 @@ from pellucid.model import Transformer
 
 logger = logging.getLogger("pellucid")
 
+MAX_KEPT = 64
+"""Finished results that may wait for one before them, times the requests that are taken ahead."""
 MAX_FAILURES = 3
 """Requests, one after the other, whose forwards may raise, and none's not, before the engine gives up."""
 
@@ -219,7 +221,9 @@ class Engine:
         names: deque[str] = deque()
         try:
             while True:
-                for request in itertools.islice(source, ahead - len(names)):
+                # those that have ended behind a long one take no place, as long as they are not too many to keep
+                room = min(ahead - sum(name in self._open for name in names), MAX_KEPT * ahead - len(names))
+                for request in itertools.islice(source, max(0, room)):
                     self._kept[self.submit(request)] = {}
                     names.append(request.id)
                 if not names:

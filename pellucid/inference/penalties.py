@@ -15,6 +15,7 @@ from pellucid.errors import RequestError
 from pellucid.inference.request import LogitsProcessor, Row
 
 _Ids = npt.NDArray[np.int64]
+_FLOAT32 = torch.finfo(torch.float32)
 
 
 def adjust(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, dict[int, str]]:
@@ -88,14 +89,15 @@ def _penalise(work: Tensor, rows: Sequence[Row]) -> None:
         p = row.params
         ids, counts = _occurrences(row)
         at.append(_flat(i, ids, work))
-        factors.append(np.full(len(ids), p.repetition_penalty, np.float32))
+        factors.append(np.full(len(ids), min(max(p.repetition_penalty, _FLOAT32.tiny), _FLOAT32.max), np.float32))
         amounts.append((p.frequency_penalty * counts + p.presence_penalty * (counts > 0)).astype(np.float32))
     if at:
         flat, index = work.view(-1), torch.from_numpy(np.concatenate(at)).to(work.device)
         factor = torch.from_numpy(np.concatenate(factors)).to(work.device)
         amount = torch.from_numpy(np.concatenate(amounts)).to(work.device)
         old = flat[index]
-        flat[index] = torch.where(old > 0, old / factor, old * factor) - amount
+        # a tiny factor must not make +inf, of which nothing could be drawn
+        flat[index] = torch.where(old > 0, old / factor, old * factor).clamp_(max=_FLOAT32.max) - amount
 
 
 def _occurrences(row: Row) -> tuple[_Ids, _Ids]:

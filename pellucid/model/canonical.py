@@ -24,13 +24,20 @@ MATMUL_ROWS = 16
 """Float32 matrix products of fewer rows may round in another way; measured, 4 on an AMD Zen 4 and 16 on an Intel with AMX."""
 NARROW_ROWS = 2
 """Of bfloat16 only a single row may: measured from 2,560 inputs by 4,096 outputs on."""
+SMALL_PRODUCT = 4096
+"""Multiplications up to which torch computes a bfloat16 product in another way."""
 MAX_SCORES = 2**23
 """Scores that are held at a time."""
 
 
 def matmul_rows(dtype: torch.dtype) -> int:
-    """The fewest rows of a matrix product whose bits do not depend on their number."""
+    """The fewest rows of a matrix product whose bits do not depend on their number; `narrow_rows` of small matrices."""
     return MATMUL_ROWS if dtype.itemsize >= 4 else NARROW_ROWS
+
+
+def narrow_rows(size: int) -> int:
+    """The fewest rows of a bfloat16 product with a matrix of ``size`` elements, so that its bits do not depend on their number."""
+    return max(NARROW_ROWS, SMALL_PRODUCT // size + 1)
 
 
 def in_products(dtype: torch.dtype) -> bool:
@@ -77,7 +84,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
     group = heads // kv_heads
     # the query heads of a group stand as rows, so that keys are not repeated
     stacked = q.view(batch, rows, kv_heads, group, width).transpose(1, 2).reshape(-1, rows * group, width)
-    missing = max(0, NARROW_ROWS - rows * group)
+    missing = max(0, narrow_rows(keys * min(width, v.shape[-1])) - rows * group)
     if missing:
         stacked = F.pad(stacked, (0, 0, 0, missing))
     scores = torch.bmm(stacked, k.reshape(-1, keys, width).transpose(1, 2))

@@ -5,6 +5,8 @@ The base keeps its parameter names; an adapter adds ``<linear>.lora_A.weight`` `
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -36,6 +38,7 @@ class LoraLinear(nn.Linear):
         self.scaling = scaling_of(config)
         self.original: Tensor | None = None
         """The base's weight while the adapter is merged into ``weight``; None while it is not."""
+        self.switched_off = False
         self.lora_A = _without_bias(base.in_features, config.r, base.weight)
         self.lora_B = _without_bias(config.r, base.out_features, base.weight)
         if base.weight.device.type != "meta":
@@ -47,7 +50,7 @@ class LoraLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         out = F.linear(x, self.weight, self.bias)
-        if self.original is not None:
+        if self.original is not None or self.switched_off:
             return out
         if self.config.dropout:
             x = F.dropout(x, self.config.dropout, self.training)
@@ -108,6 +111,25 @@ def unmerge(model: nn.Module) -> None:
             if layer.original is not None:
                 layer.weight.copy_(layer.original)
                 layer.original = None
+
+
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Meanwhile the model is its bare base; nothing, where it has no adapter.
+
+    Raises:
+        ConfigError: the adapter is merged into the base's weights.
+    """
+    layers = _layers(model).values()
+    if any(layer.original is not None for layer in layers):
+        raise ConfigError("the adapter is merged into the base, which cannot be used alone; unmerge(model) first")
+    for layer in layers:
+        layer.switched_off = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.switched_off = False
 
 
 def remove_lora(model: nn.Module) -> None:

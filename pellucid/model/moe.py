@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from pellucid.config import ModelConfig
-from pellucid.model.canonical import MATMUL_ROWS, matmul_rows
+from pellucid.model.canonical import MATMUL_ROWS, in_products, narrow_rows
 from pellucid.model.experts import add_up, mix, pack, padded
 from pellucid.model.mlp import SwiGLU
 
@@ -47,7 +47,8 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size, device=device))
         bias = torch.zeros(config.n_routed_experts, device=device) if config.topk_method == "noaux_tc" else None
         self.e_score_correction_bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.padding = self.exact_padding if config.attend == "canonical" else 0
+        canonical = config.attend == "canonical"
+        self.padding, self.min_rows = (self.exact_padding, MATMUL_ROWS) if canonical else (0, 1)
 
     @property
     def exact_padding(self) -> int:
@@ -68,7 +69,9 @@ class Router(nn.Module):
         config = self.config
         with torch.autocast(x.device.type, enabled=False):
             wide = torch.promote_types(self.weight.dtype, torch.float32)
-            logits = F.linear(x.to(wide), self.weight.to(wide))
+            rows = x.to(wide).reshape(-1, x.shape[-1])
+            logits = F.linear(padded(rows, self.min_rows), self.weight.to(wide))[: len(rows)]
+            logits = logits.view(*x.shape[:-1], -1)
             scores = self._sigmoid(logits) if config.scoring_func == "sigmoid" else logits.softmax(-1)
             chosen = self._choose(scores.detach())
             weights = scores.gather(-1, chosen)
@@ -118,12 +121,14 @@ class MixtureOfExperts(nn.Module):
     @contextmanager
     def computing(self, *, exact: bool) -> Iterator[None]:
         """Meanwhile a token's bits do not depend on what else is in a call, or may, whatever ``attend`` says."""
-        before = self.min_rows, self.gate.padding
-        self.min_rows, self.gate.padding = (MATMUL_ROWS, self.gate.exact_padding) if exact else (1, 0)
+        gate = self.gate
+        before = self.min_rows, gate.min_rows, gate.padding
+        rows = MATMUL_ROWS if exact else 1
+        self.min_rows, gate.min_rows, gate.padding = rows, rows, gate.exact_padding if exact else 0
         try:
             yield
         finally:
-            self.min_rows, self.gate.padding = before
+            self.min_rows, gate.min_rows, gate.padding = before
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
         """x ``[..., D]`` -> ``[..., D]``, and where its tokens went."""
@@ -145,11 +150,17 @@ class MixtureOfExperts(nn.Module):
         linears = self._linears()
         if all(type(linear) is nn.Linear for linear in linears):
             experts = [cast(Tensor, linear.weight) for linear in linears]
-            return mix(tokens, weights, order, counts, experts, min_rows=min(self.min_rows, matmul_rows(tokens.dtype)))
+            return mix(tokens, weights, order, counts, experts, min_rows=self._least_rows(tokens.dtype))
         return self._one_by_one(tokens, weights, order, counts)
 
     # torch.compiler.disable would load the compiler here and now, seconds for every command that has a model
     _routed_uncompiled = _disable_dynamo(_routed)
+
+    def _least_rows(self, dtype: torch.dtype) -> int:
+        """Of an expert's products."""
+        if self.min_rows == 1 or not in_products(dtype):
+            return self.min_rows
+        return narrow_rows(self.gate.config.hidden_size * self.gate.config.moe_intermediate_size)
 
     def _linears(self) -> list[nn.Module]:
         return [getattr(e, name) for e in self.experts for name in ("gate_proj", "up_proj", "down_proj")]
@@ -169,7 +180,7 @@ class MixtureOfExperts(nn.Module):
         """The same with the experts' own forward, for layers of another class."""
         mine = tokens[order // weights.shape[1]].split(counts)
         outs = [
-            expert(padded(x, min(self.min_rows, matmul_rows(x.dtype))))[: len(x)]
+            expert(padded(x, self._least_rows(x.dtype)))[: len(x)]
             for expert, x in zip(self.experts, mine, strict=True)
             if len(x) or torch.is_grad_enabled()  # without a token too, so that its gradients are zeros
         ]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pellucid.errors import CheckpointError, ConfigError
 from pellucid.model.attention import Attention
-from pellucid.model.canonical import in_products, matmul_rows
+from pellucid.model.canonical import in_products, matmul_rows, narrow_rows
 from pellucid.model.lora import LoraLinear
 from pellucid.model.mlp import SwiGLU
 from pellucid.model.transformer import Transformer
@@ -208,7 +208,12 @@ def is_quantized(model: nn.Module) -> bool:
 def least_rows(model: Transformer) -> int:
     """The fewest rows that a forward must have so that no row's bits depend on their number."""
     dtype = model.model.embed_tokens.weight.dtype
-    return 1 if is_quantized(model) and in_products(dtype) else matmul_rows(dtype)
+    if not in_products(dtype):
+        return matmul_rows(dtype)
+    if is_quantized(model):
+        return 1
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    return narrow_rows(min(linear.in_features * linear.out_features for linear in linears))
 
 
 def refuse_quantized(model: nn.Module, wish: str) -> None:

@@ -115,9 +115,14 @@ class Transformer(nn.Module):
         attend: Attend | None = None,
         *,
         rope_length: int | Tensor | None = None,
+        embedding_noise: Tensor | None = None,
     ) -> ModelOutput:
-        """Logits for ids ``[B, T]``, or packed ``[N]``; arguments as in `forward_hidden`."""
-        hidden, routings = self._decode(tokens, positions, attend, rope_length)
+        """Logits for ids ``[B, T]``, or packed ``[N]``; arguments as in `forward_hidden`.
+
+        Args:
+            embedding_noise: ``[..., D]``, added to the embeddings of the tokens.
+        """
+        hidden, routings = self._decode(tokens, positions, attend, rope_length, embedding_noise)
         probs, chosen = (tuple(each) for each in zip(*routings, strict=True)) if routings else ((), ())
         return ModelOutput(self.head(hidden), hidden, probs, chosen)
 
@@ -141,8 +146,9 @@ class Transformer(nn.Module):
         return self._decode(tokens, positions, attend, rope_length)[0]
 
     def _decode(
-        self, tokens: Tensor, positions: Tensor | None, attend: Attend | None, rope_length: int | Tensor | None
-    ) -> tuple[Tensor, list[Routing]]:
+        self, tokens: Tensor, positions: Tensor | None, attend: Attend | None, rope_length: int | Tensor | None,
+        noise: Tensor | None = None,
+    ) -> tuple[Tensor, list[Routing]]:  # fmt: skip
         if tokens.dim() == 1 and (positions is None or attend is None):
             raise ValueError("packed tokens [N] need positions and attend; only [B, T] rows have defaults")
         if positions is None:
@@ -152,6 +158,8 @@ class Transformer(nn.Module):
         attend = attend or self.make_attend()
         cos, sin = self.model.rotary(positions, rope_length)
         x = self.model.embed_tokens(tokens)
+        if noise is not None:
+            x = x + noise.to(x.dtype)
         if self.config.dropout:
             x = F.dropout(x, self.config.dropout, self.training)
         routings: list[Routing] = []

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from pellucid.errors import ConfigError
-from pellucid.optim.groups import parameter_groups
+from pellucid.optim.groups import parameter_groups, require_wide
 from pellucid.registry import register
 
 
@@ -38,11 +38,6 @@ def build_adamw(model: nn.Module, lr: float, options: AdamWOptions) -> torch.opt
         ConfigError: a parameter is of a narrower type. In bfloat16 an update of 6e-4 to a weight of 1.0 rounds
             to nothing; keep float32 masters and let ``train.dtype`` narrow the matrix products.
     """
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
-            raise ConfigError(
-                f"adamw: {name} is {parameter.dtype}; its updates would round away. "
-                "Keep the model in float32 and set train.dtype for the matrix products"
-            )
+    require_wide(model, "adamw")
     groups = parameter_groups(model, weight_decay=options.weight_decay)
     return torch.optim.AdamW(groups, lr=lr, betas=options.betas, eps=options.eps, fused=True)

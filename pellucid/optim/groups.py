@@ -1,8 +1,11 @@
-"""Which parameters are decayed."""
+"""Which parameters are decayed, and of which type they must be."""
 
 from typing import Any
 
+import torch
 from torch import nn
+
+from pellucid.errors import ConfigError
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
@@ -20,3 +23,16 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str,
             (decayed if matrix else plain).append((name, parameter))
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def require_wide(model: nn.Module, optimizer: str) -> None:
+    """`ConfigError` if a trainable parameter is narrower than float32.
+
+    In bfloat16 an update of 6e-4 to a weight of 1.0 rounds to nothing.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
+            raise ConfigError(
+                f"{optimizer}: {name} is {parameter.dtype}; its updates would round away. "
+                "Keep the model in float32 and set train.dtype for the matrix products"
+            )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from pellucid.errors import ConfigError
-from pellucid.optim.groups import parameter_groups
+from pellucid.optim.groups import parameter_groups, require_wide
 from pellucid.registry import register
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -138,12 +138,10 @@ def build_muon(model: nn.Module, lr: float, options: MuonOptions) -> Muon:
     Raises:
         ConfigError: a parameter is of a narrower type than float32.
     """
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
-            raise ConfigError(f"muon: {name} is {parameter.dtype}; keep the model in float32 and set train.dtype")
+    require_wide(model, "muon")
     matrices, *rest = parameter_groups(model, weight_decay=options.weight_decay)
-    hidden = [(name, p) for name, p in matrices["params"] if name != "lm_head.weight"]
-    head = [(name, p) for name, p in matrices["params"] if name == "lm_head.weight"]
+    hidden = [(name, p) for name, p in matrices["params"] if not name.startswith("lm_head.")]
+    head = [(name, p) for name, p in matrices["params"] if name.startswith("lm_head.")]
     groups = [matrices | {"params": hidden, "muon": True}, matrices | {"params": head}, *rest]
     groups[0]["elementwise"] = False  # an orthogonal update needs the whole matrix
     for group in groups[1:]:

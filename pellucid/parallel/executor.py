@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -43,6 +43,8 @@ class Executor:
         self.reduction: Reduction = "sum"
         """How gradients are added, before `prepare`: as they come, or "ordered"; see `pellucid.parallel.ordered`."""
         self._tree: MicroBatchTree | None = None
+        self.weights_tag = "param"
+        """What tags of gathered weights begin with, before `prepare`; a second model has another."""
         self.infos: list[ParameterInfo] = []
         """The model's parameters, as `plan` wants them."""
         self.optimized: dict[str, int] = {}
@@ -216,16 +218,27 @@ class Executor:
         assert self.model is not None, "prepare() comes first"
         return weight_shapes(self.model)
 
-    def weights(self) -> Iterator[tuple[str, Tensor | None]]:
+    def held_weights(self) -> Iterator[Part]:
+        """What this rank holds of each weight, not copied: all of it, or its rows."""
+        assert self.model is not None, "prepare() comes first"
+        for name, parameter in self.model.named_parameters():
+            yield Part(name, tuple(parameter.shape), 0, parameter.detach())
+
+    def weights(self, of: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor | None]]:
         """Every whole weight, in the order of `weight_shapes`, one at a time and not copied where a rank has it anyway.
 
         Collective if `shards_weights`: all ranks must go through all of it, and those after the first may get None. A
         tensor is only good until the next one is asked for.
+
+        Args:
+            of: other tensors by the names of weights, of which each rank holds what it holds of the weights; those alone
+                are given.
         """
         assert self.model is not None, "prepare() comes first"
-        parameters = dict(self.model.named_parameters())
+        held = {part.name: part.tensor for part in self.held_weights()} if of is None else of
         for name in self.weight_shapes():
-            yield name, parameters[name].detach()
+            if name in held:
+                yield name, held[name]
 
     def load_weights(self, saved: SavedTensors) -> None:
         """Put saved weights into the model, strictly, one tensor at a time; each rank reads for itself.

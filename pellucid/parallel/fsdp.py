@@ -57,6 +57,7 @@ class FSDP(nn.Module):
         average: multiply gradients by 1/W before the sum; False sums.
         reshard_after_forward: free a unit's weights after its forward, and gather them again for backward. False keeps them
             between the two: a third less is sent, and every rank holds whole weights for that time.
+        tag: what the ledger's tags of gathered weights begin with.
 
     Raises:
         ConfigError: wrapped twice, sparse gradients, nothing to train, gradients that are there already, hooks on those of
@@ -74,6 +75,7 @@ class FSDP(nn.Module):
         *,
         average: bool = True,
         reshard_after_forward: bool = True,
+        tag: str = "param",
     ) -> None:
         super().__init__()
         _refuse_wrapped(module)
@@ -81,7 +83,7 @@ class FSDP(nn.Module):
         refuse_gradients(module)
         refuse_hooks({name: p for name, p in module.named_parameters() if p.ndim >= 2})
         self.module, self.group, self.average = module, process_group, average
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward, self._tag = reshard_after_forward, tag
         self.rank, self.world_size = comm.rank(process_group), comm.world_size(process_group)
         compare_modules(module, process_group)
         broadcast_module(module, process_group)
@@ -218,7 +220,7 @@ class FSDP(nn.Module):
         self.vectors = vectors
         """What is replicated: the parameter, and the modules and attributes that it is at."""
         return [
-            Unit(path, self.module.get_submodule(path), sharded, self._beside(sharded), self.group)
+            Unit(path, self.module.get_submodule(path), sharded, self._beside(sharded), self.group, self._tag)
             for path, sharded in by_path.items()
         ]
 

@@ -87,8 +87,8 @@ class FSDP2Executor(RowExecutor):
         sharded = dict(model.named_parameters())
         for unit, path, names in transports:
             parameters = {name: sharded[name] for name in names}
-            unit.set_custom_all_gather(UnitGather(path, parameters))
-            unit.set_custom_reduce_scatter(UnitScatter(path, parameters))
+            unit.set_custom_all_gather(UnitGather(path, parameters, self.weights_tag))
+            unit.set_custom_reduce_scatter(UnitScatter(path, parameters, "grad"))
 
     @staticmethod
     def _rows(name: str, shape: tuple[int, ...], parameter: nn.Parameter) -> Rows:

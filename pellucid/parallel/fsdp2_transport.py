@@ -21,10 +21,11 @@ class UnitTransport:
 
     Args:
         parameters: as torch has sharded them, by name.
+        tag: what the ledger's tags begin with.
     """
 
-    def __init__(self, path: str, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.path, self.parameters = path or "root", parameters
+    def __init__(self, path: str, parameters: Mapping[str, nn.Parameter], tag: str) -> None:
+        self.path, self.parameters, self.tag = path or "root", parameters, tag
 
     @property
     def names(self) -> Sequence[str]:
@@ -38,7 +39,7 @@ class UnitGather(UnitTransport, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        tag = f"param/{self.path}"
+        tag = f"{self.tag}/{self.path}"
         comm.all_gather(input_tensor, output_tensor, tag=tag, owner=self.names, group=group).wait()
 
 
@@ -54,5 +55,5 @@ class UnitScatter(UnitTransport, ReduceScatter):
                 f"a backward through {self.path} gave no gradient for some of its parameters ({', '.join(self.names)}); "
                 "fsdp2 needs one for each on every rank: freeze what is not used, or choose zero3"
             )
-        tag = f"grad/{self.path}"
+        tag = f"{self.tag}/{self.path}"
         comm.reduce_scatter(input_tensor, output_tensor, tag=tag, owner=self.names, group=group).wait()

@@ -149,9 +149,9 @@ class Unit:
 
     def __init__(
         self, path: str, module: nn.Module, sharded: list[ShardedParameter], beside: list[BesideMatrix],
-        group: comm.Group,
+        group: comm.Group, tag: str = "param",
     ) -> None:  # fmt: skip
-        self.path, self.module, self.sharded, self.group = path or "root", module, sharded, group
+        self.path, self.module, self.sharded, self.group, self.tag = path or "root", module, sharded, group, tag
         self.beside = beside
         self.names = [p.name for p in sharded]
         self.gathered = False
@@ -171,7 +171,7 @@ class Unit:
                 p.note_forward()
         whole = [p.padded.view(-1) for p in self.sharded]
         self._pending = comm.all_gather(
-            sections, whole, tag=f"param/{self.path}/{phase}", owner=self.names, group=self.group
+            sections, whole, tag=f"{self.tag}/{self.path}/{phase}", owner=self.names, group=self.group
         )
 
     def gather(self, phase: str) -> None:

@@ -5,7 +5,7 @@ W ranks, k micro-batches an optimizer step. Bytes are those of rank 0.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -104,6 +104,10 @@ def plan(
     reshard_after_forward: bool = True,
     expert_layers: int = 0,
     experts: int = 0,
+    metrics: int = 0,
+    counts_supervised: bool = False,
+    reference: Sequence[ParameterInfo] | Literal["own"] | None = None,
+    averages_weights: bool = False,
 ) -> ModePlan:
     """What rank 0 of ``world_size`` holds and sends in one ordinary step of the Trainer.
 
@@ -114,6 +118,11 @@ def plan(
         reduction: as `create_executor` has it.
         compute_dtype, reshard_after_forward: as the options of zero3 and fsdp2 have them.
         expert_layers, experts: layers with a mixture of experts, and the experts of each.
+        metrics: numbers that are summed along with the loss.
+        counts_supervised: whether supervised tokens are counted beside what the loss weighs.
+        reference: the parameters of a frozen model that also has a forward in each micro-batch, held as the mode holds
+            weights; "own": it is the model itself, below an adapter.
+        averages_weights: whether a moving average of what is trained stands beside the optimizer's state.
 
     Raises:
         ConfigError: the mode has no plan: it is none of Pellucid's own; or its sums cannot be ordered and should be.
@@ -126,13 +135,22 @@ def plan(
         mode = "none"
     if mode in ("zero3", "fsdp2"):
         rows = _by_rows(mode, list(parameters), world_size, micro_batches, compute_dtype, reshard_after_forward)
-        return _with_router(rows, expert_layers, experts)
+        rows = _with_reference(rows, mode, parameters, reference, micro_batches, compute_dtype)
+        if averages_weights:  # of the rows that have gradients
+            rows = replace(rows, optimizer_bytes=rows.optimizer_bytes + rows.gradients_bytes)
+        return _with_sums(rows, expert_layers, experts, metrics, counts_supervised)
     trainable = [info for info in parameters if info.trainable]
     planned = _PLANS[mode](trainable, world_size, micro_batches, int(bucket_size_mb * MIB), reduce_dtype)
     frozen = sum(info.num_bytes for info in parameters if not info.trainable)
     planned = replace(planned, weights_bytes=planned.weights_bytes + frozen)
     planned = planned if reduction == "sum" else _ordered(planned, micro_batches)
-    return _with_router(planned, expert_layers, experts)
+    if reference is not None and reference != "own":
+        beside = sum(info.num_bytes for info in reference)
+        planned = replace(planned, weights_bytes=planned.weights_bytes + beside)
+    if averages_weights:
+        averages = sum(info.num_bytes for info in trainable)
+        planned = replace(planned, optimizer_bytes=planned.optimizer_bytes + averages)
+    return _with_sums(planned, expert_layers, experts, metrics, counts_supervised)
 
 
 def modes() -> list[str]:
@@ -190,16 +208,52 @@ def _zero1(
     )
 
 
-def _with_router(planned: ModePlan, layers: int, experts: int) -> ModePlan:
-    """A model with experts: sequences are counted beside tokens, and each step says who got how many tokens."""
-    if not layers or not planned.step:
+def _with_reference(
+    planned: ModePlan,
+    mode: str,
+    parameters: Sequence[ParameterInfo],
+    reference: Sequence[ParameterInfo] | Literal["own"] | None,
+    micro_batches: int,
+    dtype: torch.dtype | None,
+) -> ModePlan:
+    """A frozen model that is gathered for a forward in each micro-batch: rows of its own, or more of the model's."""
+    if reference is None:
         return planned
+    infos, tag = (parameters, "param") if reference == "own" else (reference, "reference")
+    cut = [info for info in infos if mode == "fsdp2" or len(info.shape) > 1]
+    rows, padding, size = {row.tag: row for row in planned.step}, planned.padding_bytes, planned.world_size
+    for path in dict.fromkeys(info.unit or "root" for info in cut):
+        members = [info for info in cut if (info.unit or "root") == path]
+        gathered, spare = _sections(members, size, dtype)
+        name = f"{tag}/{path}/forward" if mode == "zero3" else f"{tag}/{path}"
+        count, payload = micro_batches, micro_batches * gathered
+        if name in rows:
+            count, payload = count + rows[name].count, payload + rows[name].payload_bytes
+        rows[name] = _row(name, "all_gather", payload, dtype or members[0].dtype, size, count=count)
+        padding += micro_batches * spare
+    held = (
+        0
+        if reference == "own"
+        else sum(_held(info, size).num_bytes if info in cut else info.num_bytes for info in infos)
+    )
+    return replace(
+        planned, step=tuple(rows.values()), padding_bytes=padding, weights_bytes=planned.weights_bytes + held
+    )
+
+
+def _with_sums(planned: ModePlan, layers: int, experts: int, metrics: int, counts_supervised: bool) -> ModePlan:
+    """What is summed beside tokens and loss: metrics, and of a model with experts sequences and who got how many tokens."""
+    if not planned.step:
+        return planned
+    counts = SCALARS["tokens"] + (layers > 0) + counts_supervised
     rows: list[PlannedCollective] = []
     for row in planned.step:
         if row.tag == "tokens":
-            row = _row("tokens", "all_reduce", 8 * (SCALARS["tokens"] + 1), torch.float64, planned.world_size)
+            row = _row("tokens", "all_reduce", 8 * counts, torch.float64, planned.world_size)
+        elif row.tag == "loss":
+            row = _row("loss", "all_reduce", row.payload_bytes * (1 + metrics), torch.float64, planned.world_size)
         rows.append(row)
-        if row.tag == "loss":
+        if row.tag == "loss" and layers:
             numbers = layers * experts + ROUTER_SUMS
             rows.append(_row("router", "all_reduce", 8 * numbers, torch.float64, planned.world_size))
     return replace(planned, step=tuple(rows))
@@ -288,9 +342,7 @@ def _by_rows(
     rows += [_row(f"grad/bucket{b.index}", "all_reduce", b.num_bytes, b.dtype, world_size) for b in layouts]
     rows += _small(sum(info.trainable for info in infos) if mode == "zero3" else 0, world_size)
     rows.append(_row("grad_norm", "all_reduce", 8, torch.float64, world_size))
-    held = [
-        *(replace(i, shape=(min(rows_each(i.shape[0], world_size), i.shape[0]), *i.shape[1:])) for i in cut), *whole,
-    ]  # fmt: skip
+    held = [*(_held(info, world_size) for info in cut), *whole]
     own = [info for info in held if info.trainable]
     matrices = [info for info in cut if info.trainable and not info.elementwise]
     rows += _whole_updates(matrices, world_size)
@@ -309,6 +361,11 @@ def _by_rows(
         _buckets(layouts) + _unit_buckets(units, rows, micro_batches),
         root + max(sum(others[:2]), kept),
     )
+
+
+def _held(info: ParameterInfo, world_size: int) -> ParameterInfo:
+    """The rows of rank 0."""
+    return replace(info, shape=(min(rows_each(info.shape[0], world_size), info.shape[0]), *info.shape[1:]))
 
 
 def _whole_updates(matrices: list[ParameterInfo], world_size: int) -> list[PlannedCollective]:

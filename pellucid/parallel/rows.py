@@ -4,7 +4,7 @@ W ranks.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -139,15 +139,20 @@ class RowExecutor(Executor):
         named = ((row.name, (row.shape, row.weight.dtype)) for row in self.rows)
         return dict(sorted(named, key=lambda item: -item[1][1].itemsize))
 
-    def weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        rows = {row.name: row for row in self.rows}
-        for name in self.weight_shapes():
-            row = rows[name]
-            yield name, row.weight.detach() if row.replicated else self._gather(row)
+    def held_weights(self) -> Iterator[Part]:
+        for row in self.rows:
+            yield Part(row.name, row.shape, row.start, row.weight.detach())
 
-    def _gather(self, row: Rows) -> Tensor | None:
-        """A whole weight on the first rank, None elsewhere."""
-        mine = row.weight.detach().reshape(-1)
+    def weights(self, of: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor | None]]:
+        rows = {row.name: row for row in self.rows}
+        held = {name: row.weight.detach() for name, row in rows.items()} if of is None else of
+        for name in self.weight_shapes():
+            if name in held:
+                yield name, held[name] if rows[name].replicated else self._gather(rows[name], held[name])
+
+    def _gather(self, row: Rows, rows: Tensor) -> Tensor | None:
+        """A whole weight on the first rank, None elsewhere, from the ``rows`` that each rank has of it."""
+        mine = rows.reshape(-1)
         section = rows_each(row.shape[0], comm.world_size()) * math.prod(row.shape[1:])
         if mine.numel() < section:
             mine = torch.cat([mine, mine.new_zeros(section - mine.numel())])

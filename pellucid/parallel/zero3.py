@@ -36,7 +36,9 @@ class Zero3Executor(RowExecutor):
     def _wrap(self, model: nn.Module) -> nn.Module:
         self._refuse_optimizer("zero3")
         dtype = getattr(torch, self.options.compute_dtype) if self.options.compute_dtype else None
-        self.fsdp = FSDP(model, dtype, average=self.average, reshard_after_forward=self.options.reshard_after_forward)
+        self.fsdp = FSDP(
+            model, dtype, average=self.average, reshard_after_forward=self.options.reshard_after_forward, tag=self.weights_tag,
+        )  # fmt: skip
         sharded = {p.name: p for p in self.fsdp.sharded}
         self.rows = [
             Rows(

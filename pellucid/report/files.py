@@ -3,6 +3,7 @@
 import json
 import struct
 import tomllib
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,11 @@ class Sample:
 
 
 def read_samples(path: Path) -> tuple[list[Sample], int]:
-    """The first samples of a samples.jsonl and how many there are in all; lines that are no objects do not count."""
-    samples: list[Sample] = []
+    """The last samples of a samples.jsonl and how many there are in all; lines that are no objects do not count."""
+    samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
     total = 0
     if not path.is_file():
-        return samples, total
+        return [], total
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
@@ -40,9 +41,8 @@ def read_samples(path: Path) -> tuple[list[Sample], int]:
             if not isinstance(record, dict):
                 continue
             total += 1
-            if total <= MAX_SAMPLES:
-                samples.append(_sample(record))
-    return samples, total
+            samples.append(_sample(record))
+    return list(samples), total
 
 
 def read_object(path: Path) -> dict[str, Any]:

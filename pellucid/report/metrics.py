@@ -35,9 +35,9 @@ class RunLog:
         """The training curve of ``key``; steps where it is absent are left out."""
         return _series(self.steps, key)
 
-    def validation(self) -> Series:
-        """The validation loss, in nats a supervised token."""
-        return _series(self.validations, "loss")
+    def validation(self, key: str = "loss") -> Series:
+        """The validation curve of ``key``: the loss is in nats a supervised token, or a pair."""
+        return _series(self.validations, key)
 
 
 def read_log(path: Path) -> RunLog:

@@ -18,6 +18,10 @@ from pellucid.report.terminal import format_bytes, format_cell, format_count, fo
 from pellucid.version import __version__
 
 TEMPLATE = "report.html.jinja"
+PLAIN = {
+    "event", "step", "epoch", "tokens", "loss", "lr", "grad_norm", "time", "seconds", "tokens_per_s", "pairs", "sequences",
+}  # fmt: skip
+"""Fields of a line of metrics.jsonl that are no measurement of a strategy's."""
 LAST = 50
 """Steps over which the closing training loss is averaged: one step's loss is mostly noise."""
 
@@ -70,16 +74,18 @@ def final_numbers(log: RunLog) -> dict[str, float | int]:
 def charts(log: RunLog) -> list[Chart]:
     """The curves of a run, those without a point left out."""
     validation = Curve("validation", log.validation(), "c2", dots=True)
+    per = f"nats per {unit_of(log)}"
     loss = (Curve("training", log.series("loss")), validation)
     drawn = [
-        Chart("loss", "Loss", "nats per token", loss, wide=True),
-        Chart("validation", "Validation loss", "nats per token", (validation,)),
+        Chart("loss", "Loss", per, loss, wide=True),
+        Chart("validation", "Validation loss", per, (validation,)),
         Chart("lr", "Learning rate", "", (Curve("lr", log.series("lr"), "c3"),)),
         Chart("grad_norm", "Gradient norm, before clipping", "", (Curve("norm", log.series("grad_norm"), "c4"),)),
         Chart(
             "tokens_per_s", "Throughput", "tokens/s", (Curve("tokens/s", log.series("tokens_per_s"), "c5"),), zero=True
         ),
         *_router_charts(log),
+        *_metric_charts(log),
     ]
     for chart in drawn:
         assert re.fullmatch(r"\w+", chart.id)
@@ -98,6 +104,28 @@ def _router_charts(log: RunLog) -> list[Chart]:
         Chart(key, title, unit, (Curve(key.removeprefix("router_"), log.series(key), "c1"),))
         for key, (title, unit) in titles.items()
     ]
+
+
+def unit_of(log: RunLog) -> str:
+    """What the loss is a mean over: "token", "pair", "sequence"."""
+    last = (log.steps or log.validations or [{}])[-1]
+    return next((unit for unit in ("pair", "sequence") if f"{unit}s" in last), "token")
+
+
+def _metric_charts(log: RunLog) -> list[Chart]:
+    """What the strategy measured beside its loss, in training and validation."""
+    names = dict.fromkeys(
+        key for event in (*log.steps[-1:], *log.validations[-1:]) for key in event if key not in PLAIN
+    )
+    charts = []
+    for name in names:
+        if re.fullmatch(r"\w+", name) is None or name.startswith("router_"):
+            continue
+        curves = (
+            Curve("training", log.series(name), "c1"), Curve("validation", log.validation(name), "c2", dots=True),
+        )  # fmt: skip
+        charts.append(Chart(f"metric_{name}", name.replace("_", " ").capitalize(), "", curves))
+    return charts
 
 
 def _contents(run: Path) -> dict[str, Any]:
@@ -141,7 +169,7 @@ def _cards(log: RunLog, config: dict[str, Any]) -> list[tuple[str, str, str]]:
     if "validation_loss" in numbers:
         best = f"best {numbers['best_validation_loss']:.4f} at step {numbers['best_validation_step']:,}"
         cards.append(("validation loss", f"{numbers['validation_loss']:.4f}", best))
-        if numbers["validation_loss"] < 700:
+        if numbers["validation_loss"] < 700 and unit_of(log) == "token":
             perplexity = math.exp(numbers["validation_loss"])
             cards.append(("perplexity", f"{perplexity:,.4g}", "exp of validation loss"))
     if "tokens" in numbers:

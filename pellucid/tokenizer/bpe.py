@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -145,6 +145,11 @@ class Tokenizer:
         token: str | None = self._tokenizer.id_to_token(id_)
         return token
 
+    def id_of(self, token: str) -> int | None:
+        """The id of what the vocabulary writes so; None where it holds no such token."""
+        id_: int | None = self._tokenizer.token_to_id(token)
+        return id_
+
     @property
     def decoder_description(self) -> dict[str, Any] | None:
         """The ``decoder`` of tokenizer.json."""
@@ -164,31 +169,51 @@ class Tokenizer:
         """What the template makes of a conversation, to look at; ids come from `encode_chat`."""
         return "".join(segment.text for segment in self._template.segments(messages, add_generation_prompt))
 
-    def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_last: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """A conversation in the template's form.
 
-        Only the template's own control tokens become ids, whatever the messages spell, and nothing is put before them.
+        Only the template's own control tokens become ids, whatever messages, tools and options spell, and nothing is put
+        before them.
 
         Args:
             messages: ``{"role": ..., "content": ...}`` each.
             add_generation_prompt: end where an assistant's answer begins.
+            continue_last: end where the text of the last message does, to go on with it; without a generation prompt.
+            tools: what the template shows as ``tools``: ``{"type": "function", "function": {"name": ..., ...}}`` each.
+            options: further variables of the template, such as ``enable_thinking``; one that it does not read changes nothing.
 
         Raises:
-            RequestError: no template, or it refuses these messages.
+            RequestError: no template, it refuses these messages, or an option has the name of a variable that is set here.
             DataError: the template itself is broken.
         """
-        return self._encode_segments(self._template.segments(messages, add_generation_prompt))[0]
+        segments = self._template.segments(
+            messages, add_generation_prompt, continue_last=continue_last, tools=tools, options=options
+        )
+        return self._encode_segments(segments)[0]
 
-    def encode_chat_with_mask(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def encode_chat_with_mask(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[list[int], list[bool]]:
         """A finished conversation and, for each id, whether an assistant would have had to say it.
 
         Answers are supervised up to and including their end-of-turn token. They are found by the template's generation
         markers, else by rendering the conversation up to each answer.
 
+        Args:
+            tools: as in `encode_chat`.
+
         Raises:
             DataError: no assistant turn, or the template renders the start of a conversation differently from the whole.
         """
-        ids, mask = self._encode_segments(self._template.learnt_segments(messages))
+        ids, mask = self._encode_segments(self._template.learnt_segments(messages, tools=tools))
         if not any(mask):
             raise DataError("the conversation has nothing to learn: no assistant message with content")
         return ids, mask

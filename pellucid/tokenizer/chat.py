@@ -43,6 +43,7 @@ CHATML = """\
 """The template of tokenizers that we train."""
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+_OURS = frozenset({"messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception"})
 _USUAL_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython", "model"})
 
 
@@ -73,15 +74,30 @@ class ChatTemplate:
         self._has_markers = _GENERATION.search(source) is not None
         self._controls = _Controls(controls)
 
-    def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
-        """The rendering in order, no two plain texts of the same kind side by side. RequestError: it is refused."""
-        conversation = _Conversation(self, messages)
+    def segments(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        *,
+        continue_last: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[Segment]:
+        """The rendering in order, no two plain texts of the same kind side by side. RequestError: it is refused.
+
+        Arguments are those of `Tokenizer.encode_chat`.
+        """
+        conversation = _Conversation(self, messages, tools, options)
+        if continue_last:
+            return list(conversation.cut(conversation.render_open()))
         return list(conversation.cut(conversation.render(len(messages), add_generation_prompt)))
 
-    def learnt_segments(self, messages: Sequence[Message]) -> list[Segment]:
+    def learnt_segments(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[Segment]:
         """`segments` of a finished conversation with what an assistant says marked; DataError where that is unclear."""
         try:
-            conversation = _Conversation(self, messages)
+            conversation = _Conversation(self, messages, tools)
             rendering = conversation.render(len(messages), False)
             return list(conversation.cut(rendering if self._has_markers else conversation.mark_answers(rendering)))
         except RequestError as error:
@@ -142,32 +158,55 @@ class _Controls:
 class _Conversation:
     """One conversation while it is rendered: its own unused characters and one clock."""
 
-    def __init__(self, template: ChatTemplate, messages: Sequence[Message]) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        options = options or {}
         _check(messages)
+        _check_options(options, template._variables)
         self._template = template
         self._controls = template._controls
-        used = set(template._source).union(*_strings(messages))
+        texts = _strings([messages, tools, options])
+        used = set(template._source).union(*texts)
         singles = self._controls.single_characters
-        self._breaker, self._open, self._close, *stand_ins = _unused_characters(used, 3 + len(singles))
+        self._breaker, self._open, self._close, self._end, *stand_ins = _unused_characters(used, 4 + len(singles))
         self._hide = str.maketrans(dict(zip(singles, stand_ins, strict=True)))
         self._restore = str.maketrans({self._breaker: "", **dict(zip(stand_ins, singles, strict=True))})
         self._messages = [self._disarm(message) for message in messages]
-        self._size = sum(map(len, _strings(messages)))
+        self._tools, self._options = self._disarm(tools), self._disarm(options)
+        self._size = sum(map(len, texts))
         self._now = datetime.now()
 
     def render(self, count: int, add_generation_prompt: bool) -> str:
         """The first ``count`` messages, with this conversation's unused characters still in."""
         variables = {
+            "documents": None,
+            **self._options,
             **self._template._variables,
             "messages": self._messages[:count],
-            "tools": None,
-            "documents": None,
+            "tools": self._tools,
             "add_generation_prompt": add_generation_prompt,
             "strftime_now": self._now.strftime,
             "pellucid_open": self._open,
             "pellucid_close": self._close,
         }
         return render(self._template._template, variables, input_size=self._size, origin=self._template._origin)
+
+    def render_open(self) -> str:
+        """All messages, up to where the content of the last one ends."""
+        last = self._messages[-1]
+        if not isinstance(last.get("content"), str):
+            raise RequestError("the last message has no text that could be continued")
+        self._messages[-1] = {**last, "content": last["content"] + self._end}
+        rendering = self.render(len(self._messages), False)
+        end = rendering.rfind(self._end)
+        if end < 0:
+            raise RequestError("the chat template does not show the last message as it is, so it cannot be continued")
+        return rendering[:end]
 
     def cut(self, rendering: str) -> Iterator[Segment]:
         """Plain texts and control tokens, without the unused characters."""
@@ -224,6 +263,12 @@ class _Conversation:
 
     def _disarm_key(self, key: Any) -> Any:
         return self._controls.disarm(key.translate(self._hide), self._breaker) if isinstance(key, str) else key
+
+
+def _check_options(options: Mapping[str, Any], named: Mapping[str, str]) -> None:
+    for name in options:
+        if name in named or name in _OURS or name.startswith("pellucid_"):
+            raise RequestError(f"the chat template's variable {name} is set here and cannot be given; leave it out")
 
 
 def _check(messages: Sequence[Message]) -> None:

@@ -2,12 +2,13 @@
 
 import codecs
 import re
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pellucid.tokenizer.bpe import Tokenizer
 from pellucid.tokenizer.fast import byte_symbols
 
-_BYTE_TOKEN = re.compile(r"<0x..>", re.DOTALL)
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _LONGEST_START = 32
 """Tokens of white space after which a stream has begun in any case: decoders strip one space at most."""
 
@@ -34,6 +35,23 @@ class IncrementalDecoder:
         token = self._tokenizer.token_of(id_)
         return "" if token is None or id_ in self._skipped else self._pieces.push(id_, token)
 
+    @property
+    def num_held(self) -> int:
+        """Of the ids pushed last, special ones not counted, so many have text that is still held back."""
+        return self._pieces.num_held
+
+    def follow(self, ids: Sequence[int]) -> None:
+        """Go on after the text of ``ids``, which is not told: what comes is not the first of a text."""
+        if isinstance(self._pieces, _Words):
+            for id_ in ids[-_LONGEST_START:]:
+                self.push(id_)
+            self._pieces.finish()
+
+    def token_bytes(self, id_: int) -> bytes:
+        """What an id stands for, special ones included, where it is not the first of a text; no bytes for an unused id."""
+        token = self._tokenizer.token_of(id_)
+        return b"" if token is None else self._pieces.data(id_, token)
+
     def finish(self) -> str:
         """What was held back. The decoder is as new afterwards."""
         rest = self._pieces.finish()
@@ -42,7 +60,12 @@ class IncrementalDecoder:
 
 
 class _Pieces(Protocol):
+    @property
+    def num_held(self) -> int: ...
+
     def push(self, id_: int, token: str) -> str: ...
+
+    def data(self, id_: int, token: str) -> bytes: ...
 
     def finish(self) -> str: ...
 
@@ -52,16 +75,33 @@ class _Bytes:
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._sizes: list[int] = []  # of the tokens whose bytes are held back
+
+    @property
+    def num_held(self) -> int:
+        return len(self._sizes)
 
     def push(self, id_: int, token: str) -> str:
+        data = self.data(id_, token)
+        text = self._decoder.decode(data)
+        held = len(self._decoder.getstate()[0])
+        if held:
+            self._sizes.append(len(data))
+            while sum(self._sizes[1:]) >= held:
+                del self._sizes[0]
+        else:
+            self._sizes.clear()
+        return text
+
+    def data(self, id_: int, token: str) -> bytes:
         symbols = byte_symbols()
         try:
-            data = bytes(symbols[character] for character in token)
+            return bytes(symbols[character] for character in token)
         except KeyError:  # an added token with other characters stands for its own text
-            data = token.encode()
-        return self._decoder.decode(data)
+            return token.encode()
 
     def finish(self) -> str:
+        self._sizes.clear()
         return self._decoder.decode(b"", final=True)
 
 
@@ -75,15 +115,25 @@ class _Words:
         self._start: list[int] | None = []  # until the text has begun; then None
         self._written = ""  # of the start
         self._run: list[int] = []
+        self._unread = 0  # of the start
+
+    @property
+    def num_held(self) -> int:
+        return len(self._run) if self._start is None else self._unread
 
     def push(self, id_: int, token: str) -> str:
         if self._start is not None:
             self._start.append(id_)
+            self._unread += 1
             return "" if _BYTE_TOKEN.fullmatch(token) else self._begin()
         if _BYTE_TOKEN.fullmatch(token):
             self._run.append(id_)
             return ""
         return self.finish() + self._later([id_])
+
+    def data(self, id_: int, token: str) -> bytes:
+        found = _BYTE_TOKEN.fullmatch(token)
+        return bytes.fromhex(token[3:5]) if found else self._later([id_]).encode()
 
     def finish(self) -> str:
         if self._start is not None:
@@ -95,7 +145,7 @@ class _Words:
         assert self._start is not None
         text = self._decode(self._start)
         new = text[len(self._written) :]
-        self._written = text
+        self._written, self._unread = text, 0
         if text.strip() or len(self._start) >= _LONGEST_START:
             self._start = None
         return new
@@ -114,9 +164,16 @@ class _AtTheEnd:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
 
+    @property
+    def num_held(self) -> int:
+        return len(self._ids)
+
     def push(self, id_: int, token: str) -> str:
         self._ids.append(id_)
         return ""
+
+    def data(self, id_: int, token: str) -> bytes:
+        return self._tokenizer.decode([id_], skip_special=False).encode()
 
     def finish(self) -> str:
         return self._tokenizer.decode(self._ids, skip_special=False)

@@ -81,13 +81,15 @@ def _peak(config: RunConfig, strategy: Strategy, vocab_size: int, device: torch.
         if dtype == torch.bfloat16:  # copied all at once then; no operator without values knows float32
             model.pack_experts()
         batch = _batch(rows, tokens, device, packed=documents > 1)
+        example = getattr(strategy, "example", None)
+        given = batch if example is None else example(batch)
         live = LiveBytes()
         live.ignore(model.parameters())
         live.ignore(p.grad for p in model.parameters())
         live.ignore(getattr(batch, f.name) for f in fields(batch) if f.name != "packed")
         with live:
             with autocast(device, dtype):
-                out = strategy(model, batch)
+                out = strategy(model, given)
             live.sums_in_place = True
             (out.sum / 1 if out.routing is None else out.sum / 1 + out.routing.loss / 1).backward()
     return live.peak

@@ -18,7 +18,7 @@ Callbacks are called in the order of the configuration's [callbacks] table, then
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,7 @@ class StepInfo:
     tokens: int
     """Tokens seen by all ranks in the whole run so far."""
     loss: float
-    """Nats per supervised token of the global batch, as optimised; a balancing loss of experts stands beside it."""
+    """Nats per supervised token, or per pair, of the global batch, as optimised; a balancing loss of experts stands beside it."""
     lr: float
     grad_norm: float
     """Before clipping."""
@@ -77,6 +77,12 @@ class StepInfo:
     total_steps: int
     router: RouterInfo | None = None
     """Of a model with a mixture of experts."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the strategy measures beside its loss, over the same weight."""
+    supervised: float = 1.0
+    """Share of the step's tokens that the loss looks at."""
+    counted: dict[str, int] | None = None
+    """What the loss is a mean of, where that is not tokens: ``{"pairs": 16}``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +91,13 @@ class ValidationInfo:
 
     step: int
     loss: float
-    """Nats per supervised token, without label smoothing."""
+    """Nats per supervised token, or per pair, without label smoothing."""
     tokens: int
-    """Supervised tokens."""
+    """Supervised tokens, or pairs: what the loss is a mean of."""
+    unit: str = "tokens"
+    """Which of them."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the strategy measures beside its loss, over the same weight."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from pellucid.checkpoint.store import RNG, STATE, WEIGHTS, Write, extra_files, w
 from pellucid.config import to_toml
 from pellucid.model.lora import is_adapter_weight, lora_of
 from pellucid.parallel import comm
+from pellucid.train.ema import EMA_ADAPTER, EMA_MODEL, EMA_WEIGHTS
 from pellucid.train.ranks import gather_rng, on_every_rank, on_first_rank
 from pellucid.train.saving import ADAPTER_FOLDER, RunWriter
 from pellucid.train.setup import Setup
@@ -114,7 +115,9 @@ class Saver:
             lambda: str(self.writer.begin_save(state.step)) if self.writer else None, tag="save/folder"
         )[0]
         save = self._save = Save(state.step, Path(folder), self._state(state, stopped))
-        writes = self._write_weights(save, copy=background)
+        writes = self._write_weights(save, WEIGHTS, None, copy=background)
+        if self.setup.ema is not None:
+            writes |= self._write_weights(save, EMA_WEIGHTS, self.setup.ema.held, copy=background)
         save.attempt(lambda: writes.update(self._other_files(save, state, copy=background)))
         save.write_rest(writes, background=background)
         if not background:
@@ -162,20 +165,31 @@ class Saver:
             print(f"pellucid: the checkpoint of step {save.step} was not saved: {error}", file=sys.stderr)
 
     def write_model(self, state: TrainState) -> None:
-        """The final weights as ``model/``, with an adapter also ``adapter/``. Collective, as the weights may be."""
+        """The final weights as ``model/``, with an adapter also ``adapter/``, and averages of both as ``*_ema/``.
+
+        Collective, as the weights may be.
+        """
+        self._write_model(state, "model", ADAPTER_FOLDER, None, {})
+        if self.setup.ema is not None:
+            facts = {"weights": f"moving average, decay {self.setup.ema.decay:g} a step"}
+            self._write_model(state, EMA_MODEL, EMA_ADAPTER, self.setup.ema.whole(), facts)
+
+    def _write_model(
+        self, state: TrainState, name: str, adapter: str, of: Mapping[str, Tensor] | None, facts: Mapping[str, str]
+    ) -> None:
         executor = self.setup.executor
         shapes: Shapes = executor.weight_shapes()
         adapters: dict[str, Tensor] = {}
         lora = lora_of(self.setup.model)
         if lora is not None:
-            shapes, adapters = split_weights(shapes, executor.weights())
-        weights = executor.weights()
+            shapes, adapters = split_weights(shapes, executor.weights(of))
+        weights = executor.weights(of)
         try:
             if self.writer is not None and lora is not None:
-                write_adapter(self.writer.folder.path / ADAPTER_FOLDER, lora, adapters, base=self._base())
+                write_adapter(self.writer.folder.path / adapter, lora, adapters, base=self._base())
             if self.writer is not None:
                 whole = merged(weights, adapters, lora) if lora is not None else weights
-                write_model(self.writer.folder.path / "model", self._model_files(state), shapes, whole)
+                write_model(self.writer.folder.path / name, self._model_files(state, facts), shapes, whole)
         finally:
             for _ in weights:  # others may be in the middle of a gather
                 pass
@@ -196,22 +210,29 @@ class Saver:
 
     # -- the files of a checkpoint ---------------------------------------------------------------------------
 
-    def _write_weights(self, save: Save, *, copy: bool) -> dict[str, Write]:
+    def _write_weights(
+        self, save: Save, file: str, of: Mapping[str, Tensor] | None, *, copy: bool
+    ) -> dict[str, Write]:  # fmt: skip
         """Write the weights, one at a time; or, where nobody else is needed for them, what will write copies of them.
 
         Goes through all weights on every rank whatever happens on this one: the others may be in the middle of a gather.
+
+        Args:
+            of: as `Executor.weights` has it.
         """
         executor, writes, copies = self.setup.executor, dict[str, Write](), dict[str, Tensor]()
-        shapes, weights = executor.weight_shapes(), executor.weights()
+        shapes, weights = executor.weight_shapes(), executor.weights(of)
+        if of is not None:
+            shapes = {name: shape for name, shape in shapes.items() if name in of}
 
         def stream(tensors: Iterator[tuple[str, Tensor | None]]) -> Write:
             return lambda path: files.stream_tensors(path, shapes, tensors)
 
         if self.writer is not None and copy and not executor.shards_weights:
             save.attempt(lambda: copies.update((name, _copy(weight)) for name, weight in weights))
-            writes[WEIGHTS] = stream(_one_by_one(copies))
+            writes[file] = stream(_one_by_one(copies))
         elif self.writer is not None:
-            save.write({WEIGHTS: stream(weights)})
+            save.write({file: stream(weights)})
         for _ in weights:
             pass
         return writes
@@ -275,12 +296,14 @@ class Saver:
         init = self.setup.config.train.init
         return str(Path(init).resolve()) if init else None
 
-    def _model_files(self, state: TrainState) -> dict[str, bytes]:
+    def _model_files(self, state: TrainState, more: Mapping[str, str] | None = None) -> dict[str, bytes]:
+        """Every file of the model folder but its weights, with ``more`` rows for the model card."""
         setup = self.setup
         facts: dict[str, Any] = {"optimizer steps": f"{state.step:,}", "tokens seen": f"{state.tokens_seen:,}"}
         if setup.data is not None:
             sources = setup.data.index.sources
             facts["data"] = "; ".join(f"{source['name']} ({source['licence']})" for source in sources)
+        facts |= more or {}
         shapes = {name: kind for name, kind in setup.executor.weight_shapes().items() if not is_adapter_weight(name)}
         return model_files(setup.model.config, shapes, setup.tokenizer, facts)
 

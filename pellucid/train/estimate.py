@@ -8,6 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pellucid.config import RunConfig, options_of
+from pellucid.data.batches import Windows
+from pellucid.data.records import PackedRecords
 from pellucid.errors import ConfigError
 from pellucid.model import Transformer
 from pellucid.model.lora import add_lora
@@ -18,6 +20,7 @@ from pellucid.registry import lookup
 from pellucid.train.activations import ShapeModel, known_shape, peak_activation_bytes
 from pellucid.train.precision import matmul_gflops
 from pellucid.train.setup import Setup, context_of, plan_mode
+from pellucid.train.strategies import Strategy, unit_of
 
 GIB = 2**30
 EFFICIENCY = 0.55
@@ -69,7 +72,8 @@ def estimate(setup: Setup) -> Estimate:
     """Memory from a run on shapes, time from the model's arithmetic and a probe of the matrix-product speed."""
     config = setup.config
     context = context_of(config)
-    tokens = config.train.global_batch * context
+    rows_each = getattr(setup.strategy, "rows_each", 2 if unit_of(setup.strategy) == "pairs" else 1)
+    tokens = config.train.global_batch * context * rows_each
     seconds = None
     if setup.device.type == "cpu":
         speed = matmul_gflops(setup.dtype) * 1e9 * EFFICIENCY
@@ -78,7 +82,7 @@ def estimate(setup: Setup) -> Estimate:
     kind = str(setup.dtype).removeprefix("torch.")
     return Estimate(
         parameters=sum(math.prod(shape) for shape, _ in setup.executor.weight_shapes().values()),
-        state_bytes=_state_bytes(config),
+        state_bytes=_state_bytes(config, setup.strategy),
         activation_bytes=peak_activation_bytes(
             config, strategy=setup.strategy, device=setup.device, documents=_documents_in_a_row(setup)
         ),
@@ -126,17 +130,21 @@ def _state_tensors(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) ->
     return sum(isinstance(value, torch.Tensor) and value.shape == parameter.shape for value in state)
 
 
-def _state_bytes(config: RunConfig) -> int:
+def _state_bytes(config: RunConfig, strategy: Strategy) -> int:
     """Of this rank; modes that cannot be planned are taken to hold everything."""
     mode = config.parallel.mode if config.parallel.mode in modes() else "none"
     size = comm.world_size()
     micro_batches = max(1, config.train.global_batch // (config.train.micro_batch * size))
-    held = plan_mode(config, planned_parameters(config), mode, world_size=size, micro_batches=micro_batches)
+    held = plan_mode(
+        config, planned_parameters(config), mode, world_size=size, micro_batches=micro_batches, strategy=strategy
+    )
     return held.weights_bytes + held.gradients_bytes + held.optimizer_bytes + held.scratch_bytes
 
 
 def _documents_in_a_row(setup: Setup) -> int:
-    """Of mean length, the first one cut off; 1 where a row cannot hold a border."""
+    """Of mean length, the first one cut off; 1 where a row cannot hold a border, as with one answer a row."""
+    if not isinstance(setup.loader.windows, Windows | PackedRecords):
+        return 1
     split, context = setup.loader.windows.split, context_of(setup.config)
     if split.num_documents == 1:
         return 1

@@ -14,7 +14,7 @@ import torch
 
 from pellucid.checkpoint.store import Checkpoint
 from pellucid.config import RunConfig
-from pellucid.data.batches import Batch, Windows
+from pellucid.data.batches import Batch, Samples
 from pellucid.errors import ConfigError, TrainingError
 from pellucid.model import Transformer
 from pellucid.parallel import comm
@@ -25,11 +25,13 @@ from pellucid.train.callbacks import BatchInfo, Callback, SaveInfo, StepInfo, St
 from pellucid.train.checkpointing import Saver
 from pellucid.train.precision import autocast
 from pellucid.train.ranks import gather_json, on_every_rank, on_first_rank, stop_reason
+from pellucid.train.rollout import complete_prompts
 from pellucid.train.routing import RoutingSums, num_sequences, reduce_routing
 from pellucid.train.saving import RunWriter, newest_everywhere, restore, write_plan
 from pellucid.train.setup import CHECKED_STEPS, Setup, prepare
 from pellucid.train.state import TrainState, capture_rng
-from pellucid.train.strategies import LossOutput, Strategy
+from pellucid.train.strategies import LossOutput, MakesBatches, Strategy, UsesRun, metrics_of, unit_of
+from pellucid.train.strategies.base import ordered_metrics
 
 
 class Trainer:
@@ -53,8 +55,8 @@ class Trainer:
         model: Transformer | None = None,
         strategy: Strategy | None = None,
         callbacks: Sequence[Callback] = (),
-        train_data: Windows | None = None,
-        val_data: Windows | None = None,
+        train_data: Samples[Any] | None = None,
+        val_data: Samples[Any] | None = None,
     ) -> None:
         self.setup: Setup = prepare(config, model, strategy, callbacks, train_data, val_data)
         self.config = self.setup.config
@@ -72,8 +74,16 @@ class Trainer:
         """The first rank's."""
         self._saver: Saver | None = None
         self._ledger_files: LedgerFiles | None = None
-        self._loss = _compiled(self.setup.strategy.__call__, self.config)
-        self._validation_loss = _compiled(self.setup.strategy.validate, self.config)
+        strategy = self.setup.strategy
+        self._loss = _compiled(strategy.__call__, self.config)
+        self._validation_loss = _compiled(strategy.validate, self.config)
+        self._metrics = metrics_of(strategy)
+        """What is summed along with the loss."""
+        self._unit = unit_of(strategy)
+        """What the loss is divided by: tokens, pairs, sequences."""
+        self._annotates = strategy if isinstance(strategy, UsesRun) else None
+        self._makes = strategy if isinstance(strategy, MakesBatches) else None
+        self._begun = False
 
     def train(self, resume: bool = False) -> TrainState:
         """Run to the last step, or until a signal, a callback or ``train.max_seconds`` ends it after a step.
@@ -92,6 +102,7 @@ class Trainer:
         try:
             if self.config.train.out:
                 self._open(resume=resume)
+            self._begin()
             with _signals(self._request_stop):
                 self._call("on_train_begin", self.state)
                 self._run()
@@ -118,6 +129,7 @@ class Trainer:
         """The run's folder: written by the first rank, read by all."""
         self._writer = on_first_rank(lambda: RunWriter(self.setup, resume=resume), tag="init/folder")
         self._saver = Saver(self.setup, self._writer)
+        self._begin()  # a reference is the model before it gets back what it has learnt
         found = newest_everywhere(self.setup) if resume else None
         if found is not None:
             on_every_rank(lambda: self._restore(found), tag="init/restored")
@@ -126,6 +138,13 @@ class Trainer:
         on_first_rank(lambda: writer.begin(step, ended=ended) if writer else None, tag="init/log")
         if comm.ledger() is not None:
             on_every_rank(self._open_ledger, tag="init/ledger")
+
+    def _begin(self) -> None:
+        """Show the strategy the run, once."""
+        if self._annotates is not None and not self._begun:
+            out = self.config.train.out
+            self._annotates.begin(self.setup, Path(out) if out and self._saver is not None else None)  # ★
+        self._begun = True
 
     def _open_ledger(self) -> None:
         folder = Path(self.config.train.out) / "ledger"
@@ -148,7 +167,7 @@ class Trainer:
             ledger.clear()  # how ranks started is recorded once, before step 1
         while state.step < setup.total_steps and self.stop_reason is None:
             loader = setup.loader
-            if loader.samples in (0, len(loader.windows)):
+            if loader.samples in (0, len(loader.windows)) and not loader.repeat:
                 self._call("on_epoch_begin", state)
             info = self._step()
             if state.step % train.log_every == 0 or state.step == setup.total_steps:
@@ -159,6 +178,8 @@ class Trainer:
                 self.log({"event": "hash", "step": state.step, "sha256": sha256})
             if train.val_every and setup.val_data and state.step % train.val_every == 0:
                 self._call("on_validation", self.validate())
+            if train.sample_every and state.step % train.sample_every == 0:
+                self._sample()  # ★ modes that shard weights
             self._call("on_optimizer_step", info)
             if loader.samples == len(loader.windows):
                 self._call("on_epoch_end", state)
@@ -179,31 +200,39 @@ class Trainer:
         lr = self.config.optim.lr * setup.schedule(state.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
+        fresh = not setup.loader.repeat
         window = [batch.to(setup.device) for batch in setup.loader.next_window()]
-        mine = [sum(map(setup.strategy.weight, window)), sum(int((b.document_ids >= 0).sum()) for b in window)]
-        if self.model.config.expert_layers:
-            mine.append(sum(map(num_sequences, window)))
-        weight, num_tokens, *sequences = comm.all_reduce(mine, tag="tokens")  # ★
-        if weight == 0:
+        if self._makes is not None:
+            window = self._makes.make_batches(
+                window, step=state.step + 1, fresh=fresh
+            )  # ★ grpo: answers to the prompts
+        weight, num_tokens, supervised, *sequences = self._count(window)  # ★
+        if supervised == 0:
             raise TrainingError(
                 f"step {state.step + 1} has no supervised token; look at the data with `pellucid inspect`"
             )
-        sums: list[torch.Tensor] = []
+        sums: list[list[torch.Tensor]] = []
         routings: list[RoutingSums] = []
         for i, batch in enumerate(window):
             self._call("on_batch_begin", BatchInfo(state.step + 1, i, batch, None))
             self._key_dropout(i)
             with executor.accumulate(self.model, last=i == len(window) - 1):
                 with autocast(setup.device, setup.dtype):
-                    loss = self._loss(setup.wrapped, batch)  # ★ zero3 only: units gather their weights
+                    given = batch
+                    if self._annotates is not None:
+                        given = self._annotates.annotate(
+                            batch, step=state.step + 1, validation=False
+                        )  # ★ a live reference
+                    loss = self._loss(setup.wrapped, given)  # ★ zero3 only: units gather their weights
                 executor.backward(self._share(loss, weight, sequences))  # ★ buckets start as they fill
-            sums.append(loss.sum.detach())
+            sums.append([loss.sum.detach(), *ordered_metrics(setup.strategy, loss, self._metrics)])
             if loss.routing is not None:
                 routings.append(loss.routing.detach())
-            self._call("on_batch_end", BatchInfo(state.step + 1, i, batch, None), loss=sums[-1])
+            self._call("on_batch_end", BatchInfo(state.step + 1, i, batch, None), loss=sums[-1][0])
         executor.finish_grads()  # ★ wait for what is still on the wire
-        losses = [float(value) for value in sums]
-        loss_value = self._total_loss(losses) / weight  # ★
+        parts = [[float(value) for value in of_micro] for of_micro in sums]
+        loss_value, *metrics = (total / weight for total in self._totals(parts))  # ★
+        losses = [of_micro[0] for of_micro in parts]
         router, counts = None, torch.empty(0)
         if sequences:
             router, counts = reduce_routing(routings, num_tokens=num_tokens, sequences=sequences[0])  # ★
@@ -213,7 +242,8 @@ class Trainer:
         seconds = time.perf_counter() - begin
         info = StepInfo(
             state.step + 1, setup.loader.epoch, state.tokens_seen + tokens, loss_value, lr, norm, seconds, tokens / seconds,
-            setup.total_steps, router,
+            setup.total_steps, router, dict(zip(self._metrics, metrics, strict=True)), supervised / num_tokens,
+            None if self._unit == "tokens" else {self._unit: int(weight)},
         )  # fmt: skip
         self._call("on_before_step", info)
         if update:
@@ -221,11 +251,24 @@ class Trainer:
             if self.config.lora is None:  # an adapter's base stays as it is, and its biases would not be saved
                 for name, delta in self.model.balance_experts(counts).items():
                     executor.add_to_weight(name, delta)
+            if setup.ema is not None:
+                setup.ema.update()
         else:
             executor.zero_grad()
         state.step, state.epoch, state.tokens_seen = info.step, info.epoch, info.tokens
         seconds = time.perf_counter() - begin
         return replace(info, seconds=seconds, tokens_per_s=tokens / seconds)
+
+    def _count(self, window: list[Any]) -> list[float]:
+        """What the step weighs, its tokens without padding, the supervised ones, and with experts its sequences."""
+        strategy = self.setup.strategy
+        mine = [sum(map(strategy.weight, window)), sum(int((b.document_ids >= 0).sum()) for b in window)]
+        if self._unit != "tokens":
+            mine.append(sum(int(b.loss_mask.sum()) for b in window))
+        if self.model.config.expert_layers:
+            mine.append(sum(map(num_sequences, window)))
+        counts = comm.all_reduce(mine, tag="tokens")  # ★
+        return counts if self._unit != "tokens" else [*counts[:2], counts[0], *counts[2:]]
 
     def _share(self, loss: LossOutput, weight: float, sequences: list[float]) -> torch.Tensor:
         """What a micro-batch adds to the loss of the step: its sum, and with experts their balancing loss, each by its weight."""
@@ -245,15 +288,16 @@ class Trainer:
             number = comm.rank() * executor.grad_accum_steps + micro
             torch.manual_seed(micro_batch_seed(self.config.train.seed, self.state.step + 1, number))
 
-    def _total_loss(self, mine: list[float]) -> float:
-        """The sum over all ranks, of which each micro-batch is one's: exact with ordered reductions."""
-        executor = self.setup.executor
+    def _totals(self, mine: list[list[float]]) -> list[float]:
+        """Loss and metrics summed over all ranks, of which each micro-batch is one's: exact with ordered reductions."""
+        executor, width = self.setup.executor, 1 + len(self._metrics)
         if executor.reduction == "sum":
-            return comm.all_reduce(math.fsum(mine), tag="loss")
-        losses = [0.0] * (executor.grad_accum_steps * comm.world_size())
-        first = comm.rank() * executor.grad_accum_steps
-        losses[first : first + len(mine)] = mine
-        return math.fsum(comm.all_reduce(losses, tag="loss"))
+            return comm.all_reduce([math.fsum(column) for column in zip(*mine, strict=True)], tag="loss")
+        parts = [0.0] * (executor.grad_accum_steps * comm.world_size() * width)
+        first = comm.rank() * executor.grad_accum_steps * width
+        parts[first : first + len(mine) * width] = [value for of_micro in mine for value in of_micro]
+        everybodys = comm.all_reduce(parts, tag="loss")
+        return [math.fsum(everybodys[i::width]) for i in range(width)]
 
     def _refuse_or_clip(self, norm: float, loss: float, mine: list[float], window: list[Batch]) -> bool:
         """Clip; False where a float16 step is skipped and its scale lowered. Non-finite on any rank: nobody steps.
@@ -297,29 +341,43 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> ValidationInfo:
-        """The loss over the whole validation split, each token once; changes no training state."""
+        """Loss and metrics over the whole validation split, each token or pair once; changes no training state."""
         setup, windows = self.setup, self.setup.val_data
         assert windows is not None, "there is no validation split"
+        self._begin()
         self.model.eval()
-        size, micro_batch = comm.world_size(), self.config.train.micro_batch
+        size, micro_batch, width = comm.world_size(), self.config.train.micro_batch, 1 + len(self._metrics)
         num_batches = -(-len(windows) // micro_batch)
-        losses, weight = [0.0] * num_batches, 0
+        sums, weight = [0.0] * (num_batches * width), 0
         for first in range(0, num_batches, size):
             i = min(first + comm.rank(), num_batches - 1)  # a rank without a batch of its own still gathers weights
             batch = windows.batch_number(i, micro_batch).to(setup.device)
             with autocast(setup.device, setup.dtype):
-                loss = float(self._validation_loss(self.model, batch).sum)  # ★ zero3 only
+                given: Any = batch
+                if self._annotates is not None:
+                    given = self._annotates.annotate(batch, step=self.state.step + 1, validation=True)  # ★
+                loss = self._validation_loss(self.model, given)  # ★ zero3 only
             if i == first + comm.rank():
-                losses[i], weight = loss, weight + setup.strategy.weight(batch)
+                parts = [loss.sum, *ordered_metrics(setup.strategy, loss, self._metrics)]
+                sums[i * width : (i + 1) * width] = map(float, parts)
+                weight += setup.strategy.weight(batch)
         # ★ each batch's loss is one rank's, so that their exact sum is the same for any number of ranks
-        *losses, total_weight = comm.all_reduce([*losses, float(weight)], tag="validation")
+        *sums, total_weight = comm.all_reduce([*sums, float(weight)], tag="validation")
         weight = int(total_weight)
         self.model.train()
         if weight == 0:
             raise TrainingError("the validation split has no supervised token")
-        info = ValidationInfo(self.state.step, math.fsum(losses) / weight, weight)
-        self.log({"event": "validation", "step": info.step, "loss": info.loss, "tokens": info.tokens})
+        loss_value, *metrics = (math.fsum(sums[i::width]) / weight for i in range(width))
+        named = dict(zip(self._metrics, metrics, strict=True))
+        info = ValidationInfo(self.state.step, loss_value, weight, self._unit, named)
+        self.log({"event": "validation", "step": info.step, "loss": info.loss, self._unit: weight, **named})
         return info
+
+    def _sample(self) -> None:
+        """Answers to the first prompts of the validation split, for the report."""
+        samples = complete_prompts(self.setup, self.state.step)  # ★ modes that shard weights
+        if self._writer is not None:
+            self._writer.folder.keep_samples(samples)
 
     # -- ends and saves -------------------------------------------------------------------------------------
 
@@ -420,7 +478,7 @@ def _step_record(info: StepInfo) -> dict[str, Any]:
     return {
         "event": "step", "step": info.step, "epoch": info.epoch, "tokens": info.tokens, "loss": info.loss, "lr": info.lr,
         "grad_norm": info.grad_norm, "time": time.time(), "seconds": info.seconds, "tokens_per_s": info.tokens_per_s,
-        **router,
+        "supervised": info.supervised, **(info.counted or {}), **info.metrics, **router,
     }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pellucid.config import ModelConfig
 from pellucid.data.batches import Batch
+from pellucid.data.records import PreferenceBatch, RolloutBatch
 from pellucid.model import ModelOutput
 from pellucid.parallel import comm
 
@@ -45,7 +46,9 @@ class RouterInfo:
     """Experts, over all layers, that got no token."""
 
 
-def routing_sums(config: ModelConfig, output: ModelOutput, batch: Batch) -> RoutingSums | None:
+def routing_sums(
+    config: ModelConfig, output: ModelOutput, batch: Batch | PreferenceBatch | RolloutBatch
+) -> RoutingSums | None:
     """What a strategy gives along with its loss; None where the model has no experts."""
     if not output.router_probs:
         return None
@@ -91,7 +94,7 @@ def balancing_loss(probs: Tensor, counts: Tensor, real: Tensor, num_chosen: int)
     return (share * mean_probs).sum(-1)
 
 
-def num_sequences(batch: Batch) -> int:
+def num_sequences(batch: Batch | PreferenceBatch | RolloutBatch) -> int:
     """Sequences with a token in them: what the balancing loss weighs."""
     return int((batch.document_ids >= 0).any(1).sum())
 

@@ -13,8 +13,11 @@ from pellucid.errors import ConfigError, DataError, StorageError
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
 
-FIXED = ("model", "data", "strategy", "optim", "lora", "train.seed", "train.global_batch", "train.dtype")
+FIXED = (
+    "model", "data", "strategy", "optim", "lora", "train.seed", "train.global_batch", "train.dtype", "train.ema_decay",
+)  # fmt: skip
 """What a resumed run may not change. Other keys may, at the price of bit-exactness where they alter the arithmetic."""
 
 
@@ -71,16 +74,10 @@ class RunFolder:
         replace_text(self.path / CONFIG, to_toml(config))
 
     def open_log(self, step: int) -> None:
-        """Open the log for appending after cutting away what came after ``step``, and a torn last line."""
+        """Open the log for appending after cutting away what came after ``step``, and a torn last line; samples too."""
         path = self.path / METRICS
-        keep = 0
-        if path.exists():
-            with open(path, "rb") as file:
-                for number, line in enumerate(file, 1):
-                    if not line.endswith(b"\n") or _step(line, path, number) > step:
-                        break
-                    keep += len(line)
-            os.truncate(path, keep)
+        for written in (path, self.path / SAMPLES):
+            _cut(written, step)
         self._log = open(path, "a", encoding="utf-8")  # noqa: SIM115 - held until close
 
     def log(self, record: dict[str, Any]) -> None:
@@ -91,6 +88,15 @@ class RunFolder:
             self._log.flush()
         except OSError as error:
             raise StorageError(f"cannot write {self.path / METRICS}: {error.strerror}") from error
+
+    def keep_samples(self, records: list[dict[str, Any]]) -> None:
+        """Append lines to samples.jsonl; each has a "step"."""
+        path = self.path / SAMPLES
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror}") from error
 
     def sync_log(self) -> None:
         """On disk, before a checkpoint that relies on it is."""
@@ -111,6 +117,19 @@ def replace_text(path: Path, text: str) -> None:
         os.replace(temporary, path)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _cut(path: Path, step: int) -> None:
+    """Remove the lines of later steps, and a torn last one."""
+    if not path.exists():
+        return
+    keep = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n") or _step(line, path, number) > step:
+                break
+            keep += len(line)
+    os.truncate(path, keep)
 
 
 def _step(line: bytes, path: Path, number: int) -> int:

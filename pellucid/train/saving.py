@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 from pellucid.checkpoint import files
+from pellucid.checkpoint.reshard import SavedFiles
 from pellucid.checkpoint.store import Checkpoint, CheckpointStore, newest_undamaged, open_checkpoint
 from pellucid.errors import CheckpointError
 from pellucid.parallel import comm
 from pellucid.parallel.plan import modes
+from pellucid.train.ema import EMA_ADAPTER, EMA_MODEL, EMA_WEIGHTS
 from pellucid.train.ranks import on_every_rank, rng_of_rank
 from pellucid.train.run_folder import RunFolder, replace_text
 from pellucid.train.setup import Setup, plan_mode
@@ -15,6 +17,8 @@ from pellucid.train.state import restore_rng, seed_everything
 
 ADAPTER_FOLDER = "adapter"
 """Of a run that trained an adapter: that alone, in PEFT's format, beside the merged ``model/``."""
+FINALS = (ADAPTER_FOLDER, "model", EMA_ADAPTER, EMA_MODEL)
+"""What a finished run has and an unfinished one has not."""
 
 
 class RunWriter:
@@ -29,7 +33,7 @@ class RunWriter:
             self.store = CheckpointStore(
                 self.folder.checkpoints, keep_last=train.keep_last, keep_every=train.keep_every
             )
-            for name in (ADAPTER_FOLDER, "model"):
+            for name in FINALS:
                 for leftover in self.folder.path.glob(f"{name}.tmp-*"):  # of a process killed while it wrote it
                     files.remove(leftover)
         except BaseException:
@@ -44,7 +48,7 @@ class RunWriter:
         """
         self.folder.write_config(self.setup.config)
         self.folder.open_log(step)
-        finals = [path for name in (ADAPTER_FOLDER, "model") if (path := self.folder.path / name).exists()]
+        finals = [path for name in FINALS if (path := self.folder.path / name).exists()]
         for final in finals if step < self.setup.total_steps and not ended else []:
             files.remove(final)  # it is of fewer steps; until this run ends, the newest checkpoint is the model
 
@@ -82,7 +86,9 @@ def write_plan(setup: Setup, folder: Path) -> None:
     if mode not in modes():
         return
     size, micro_batches = comm.world_size(), executor.grad_accum_steps
-    predicted = plan_mode(setup.config, executor.infos, mode, world_size=size, micro_batches=micro_batches)
+    predicted = plan_mode(
+        setup.config, executor.infos, mode, world_size=size, micro_batches=micro_batches, strategy=setup.strategy
+    )
     replace_text(folder / "plan.json", json.dumps(predicted.to_json()) + "\n")
 
 
@@ -96,6 +102,8 @@ def restore(setup: Setup, checkpoint: Checkpoint) -> None:
     try:
         executor.load_weights(checkpoint.model)
         executor.load_optimizer_state(checkpoint.optimizer)
+        if setup.ema is not None:
+            setup.ema.load(SavedFiles([checkpoint.path / EMA_WEIGHTS]))
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
     setup.loader.load_state_dict(state["cursor"])

@@ -5,13 +5,17 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from pellucid.checkpoint.model_folder import load_model
+from pellucid.checkpoint.model_folder import find_model, load_model, read_config
 from pellucid.config import ModelConfig, RunConfig, load_config, options_of, to_table
-from pellucid.data.batches import Loader, Windows
+from pellucid.data.batches import Loader, Samples, Windows
+from pellucid.data.index import read_index
+from pellucid.data.record_files import RecordData
+from pellucid.data.records import open_records
 from pellucid.data.shards import TokenData
 from pellucid.errors import ConfigError, DataError
 from pellucid.model import Transformer
@@ -22,7 +26,7 @@ from pellucid.optim.schedules import Schedule
 from pellucid.parallel import Executor, comm, create_executor
 from pellucid.parallel.check import CollectiveCheck
 from pellucid.parallel.executor import LossScaler
-from pellucid.parallel.layout import ParameterInfo
+from pellucid.parallel.layout import ParameterInfo, parameter_infos
 from pellucid.parallel.ledger import CommLedger
 from pellucid.parallel.link import Link
 from pellucid.parallel.plan import ModePlan, plan
@@ -30,11 +34,12 @@ from pellucid.parallel.world import World, store
 from pellucid.registry import lookup
 from pellucid.tokenizer import Tokenizer
 from pellucid.train.callbacks import Callback
+from pellucid.train.ema import WeightAverage
 from pellucid.train.precision import DTYPES, resolve_dtype
 from pellucid.train.ranks import of_first_rank, on_first_rank
 from pellucid.train.run_folder import CONFIG
 from pellucid.train.state import seed_everything
-from pellucid.train.strategies import Strategy
+from pellucid.train.strategies import Strategy, metrics_of, reads_of, unit_of
 
 VERIFIED_BYTES = 2 * 2**30
 """Data up to this size is checked against its hashes before the first step, about a second a GiB; `inspect` checks any."""
@@ -53,14 +58,17 @@ class Setup:
     executor: Executor
     schedule: Schedule
     strategy: Strategy
-    loader: Loader
-    val_data: Windows | None
+    loader: Loader[Any]
+    val_data: Samples[Any] | None
     tokenizer: Tokenizer | None
-    data: TokenData | None
+    data: TokenData | RecordData | None
     callbacks: list[Callback]
     device: torch.device
     dtype: torch.dtype
     total_steps: int
+    ema: WeightAverage | None
+    notes: list[str]
+    """On the data, for whoever starts the run: what was cut or left out."""
 
 
 def prepare(
@@ -68,8 +76,8 @@ def prepare(
     model: Transformer | None = None,
     strategy: Strategy | None = None,
     callbacks: Sequence[Callback] = (),
-    train_data: Windows | None = None,
-    val_data: Windows | None = None,
+    train_data: Samples[Any] | None = None,
+    val_data: Samples[Any] | None = None,
 ) -> Setup:
     """Build and check a run; arguments as `Trainer` has them."""
     device = World.current(config.train.device).device
@@ -77,12 +85,15 @@ def prepare(
     config = _resolve_dtype(config, device)
     if config.train.compile and device.type == "cpu":
         _require_compiler()
-    data = _open_data(config) if train_data is None else None
+    strategy = strategy or build_strategy(config)
+    metrics_of(strategy)  # refuses names that the log has
+    data = _open_data(config, strategy) if train_data is None else None
     tokenizer = data.tokenizer() if data is not None else None
     model, config = _build_model(config, model, data)
     if data is not None:
-        train_data, val_data = _windows(config, data, val_data)
+        train_data, val_data = _samples(config, data, val_data)
     assert train_data is not None
+    _check_sampling(config, tokenizer, val_data)
     loader = Loader(
         train_data,
         global_batch=config.train.global_batch,
@@ -90,6 +101,7 @@ def prepare(
         seed=config.train.seed,
         rank=comm.rank(),
         world_size=comm.world_size(),
+        repeats=getattr(strategy, "updates", 1),
     )
     total_steps = _total_steps(config, loader)
     seed_everything(config.train.seed, rank=comm.rank())
@@ -105,6 +117,7 @@ def prepare(
     if dtype == torch.float16:
         executor.scaler = LossScaler()
     wrapped, *_ = executor.prepare(model, optimizer)
+    decay = config.train.ema_decay
     return Setup(
         config=config,
         model=model,
@@ -112,7 +125,7 @@ def prepare(
         optimizer=optimizer,
         executor=executor,
         schedule=build_schedule(config.optim, total_steps),
-        strategy=strategy or build_strategy(config),
+        strategy=strategy,
         loader=loader,
         val_data=val_data,
         tokenizer=tokenizer,
@@ -121,6 +134,8 @@ def prepare(
         device=device,
         dtype=dtype,
         total_steps=total_steps,
+        ema=WeightAverage(executor, decay) if decay is not None else None,
+        notes=[note for samples in (train_data, val_data) for note in getattr(samples, "notes", ())],
     )
 
 
@@ -147,15 +162,29 @@ def _resolve_dtype(config: RunConfig, device: torch.device) -> RunConfig:
     return replace(config, train=replace(config.train, dtype=name))  # type: ignore[arg-type]
 
 
-def _open_data(config: RunConfig) -> TokenData:
+def _open_data(config: RunConfig, strategy: Strategy) -> TokenData | RecordData:
     if not config.data.path:
         raise ConfigError("data.path is not set; give a folder made by `pellucid prepare`")
-    data = TokenData.open(config.data.path)
+    path, wanted = Path(config.data.path), reads_of(strategy)
+    kind = read_index(path).kind
+    if wanted not in (None, kind):
+        how = "" if wanted == "tokens" else f" --for {wanted}"
+        suited = "pretrain" if kind == "tokens" else kind
+        raise DataError(
+            f"{path} holds {_KINDS[kind]} and strategy.name is {config.strategy.name}, which reads {_KINDS[str(wanted)]}; choose "
+            f"--strategy.name {suited}, or prepare the data again with `pellucid prepare INPUT{how} --out DATA`"
+        )
+    data = TokenData.open(path) if kind == "tokens" else RecordData.open(path)
     size = sum(file.stat().st_size for file in data.folder.glob("*.bin"))
     if size <= VERIFIED_BYTES:
         on_first_rank(data.verify, tag="init/data")
     return data
 
+
+_KINDS = {
+    "tokens": "text (kind tokens)", "sft": "conversations (kind sft)", "dpo": "pairs of answers (kind dpo)",
+    "grpo": "prompts with what judges answers (kind grpo)",
+}  # fmt: skip
 
 CHECKED_STEPS = 3
 """In the first steps ranks compare each collective before it is issued."""
@@ -200,7 +229,9 @@ def _refuse_order(config: RunConfig, device: torch.device) -> None:
         )
 
 
-def _build_model(config: RunConfig, model: Transformer | None, data: TokenData | None) -> tuple[Transformer, RunConfig]:
+def _build_model(
+    config: RunConfig, model: Transformer | None, data: TokenData | RecordData | None
+) -> tuple[Transformer, RunConfig]:
     """The model to train, in float32, and the configuration with the model's own shape in it."""
     if config.lora is not None and model is None and not config.train.init:
         raise ConfigError("the table [lora] trains an adapter on a model that is there; name it with --init MODEL")
@@ -232,7 +263,7 @@ BALANCING = ("router_aux_loss_coef", "router_bias_update_speed")
 """How a model's experts are balanced in training is the run's own choice; 0 leaves it as the model says."""
 
 
-def _initial_model(config: RunConfig, data: TokenData | None) -> Transformer:
+def _initial_model(config: RunConfig, data: TokenData | RecordData | None) -> Transformer:
     loaded = load_model(config.train.init, device="cpu", dtype="float32")
     if lora_of(loaded.model) is not None:
         raise ConfigError(
@@ -262,23 +293,58 @@ def _initial_model(config: RunConfig, data: TokenData | None) -> Transformer:
     return model
 
 
-def _windows(config: RunConfig, data: TokenData, val_data: Windows | None) -> tuple[Windows, Windows | None]:
+def _samples(
+    config: RunConfig, data: TokenData | RecordData, val_data: Samples[Any] | None
+) -> tuple[Samples[Any], Samples[Any] | None]:
+    """The splits of a folder, as an epoch and a validation visit them."""
     context = context_of(config)
-    train = data.split("train")
-    if train.num_tokens <= context:
+    if isinstance(data, RecordData):
+        if config.data.stride:
+            raise ConfigError(
+                f"data.stride is {config.data.stride} and {config.data.path} holds records, each seen once an epoch; leave it out"
+            )
+        train, *val = (
+            open_records(data, name, context=context, truncate=config.data.truncate)
+            for name in ("train", "val")[: 1 + ("val" in data.index.splits and val_data is None)]
+        )
+        return train, val[0] if val else val_data
+    text = data.split("train")
+    if text.num_tokens <= context:
         raise DataError(
-            f"{config.data.path} has {train.num_tokens:,} training tokens, fewer than one window of {context:,}; "
+            f"{config.data.path} has {text.num_tokens:,} training tokens, fewer than one window of {context:,}; "
             "prepare more text or lower data.context"
         )
     if val_data is None and "val" in data.index.splits:
         val_data = Windows(data.split("val"), context, score_once=True)
-    return Windows(train, context, config.data.stride), val_data
+    return Windows(text, context, config.data.stride), val_data
+
+
+def _check_sampling(config: RunConfig, tokenizer: Tokenizer | None, val_data: Samples[Any] | None) -> None:
+    if not config.train.sample_every:
+        return
+    lacks = "a tokenizer" if tokenizer is None else "a validation split" if val_data is None else None
+    if lacks is not None:
+        raise ConfigError(
+            f"train.sample_every is {config.train.sample_every} and the data has not got {lacks}; set it to 0, or give data "
+            "that has"
+        )
 
 
 def plan_mode(
-    config: RunConfig, parameters: Sequence[ParameterInfo], mode: str, *, world_size: int, micro_batches: int
+    config: RunConfig,
+    parameters: Sequence[ParameterInfo],
+    mode: str,
+    *,
+    world_size: int,
+    micro_batches: int,
+    strategy: Strategy | None = None,
 ) -> ModePlan:
-    """`plan` with the options that ``config.parallel`` has for a mode; arguments as there."""
+    """`plan` with the options that ``config.parallel`` has for a mode; arguments as there.
+
+    Args:
+        strategy: None builds ``config.strategy``.
+    """
+    strategy = strategy or build_strategy(config)
     options = config.parallel.modes.get(mode)
     size = getattr(options, "bucket_size_mb", None) or getattr(options, "bucket_cap_mb", None)
     reduce_dtype, compute_dtype = (getattr(options, key, None) for key in ("reduce_dtype", "compute_dtype"))
@@ -294,10 +360,26 @@ def plan_mode(
         reshard_after_forward=getattr(options, "reshard_after_forward", True),
         expert_layers=len(config.model.expert_layers),
         experts=config.model.n_routed_experts,
+        metrics=len(metrics_of(strategy)),
+        counts_supervised=unit_of(strategy) != "tokens",
+        reference=_planned_reference(config, parameters, strategy),
+        averages_weights=config.train.ema_decay is not None,
     )
 
 
-def _total_steps(config: RunConfig, loader: Loader) -> int:
+def _planned_reference(
+    config: RunConfig, parameters: Sequence[ParameterInfo], strategy: Strategy
+) -> Sequence[ParameterInfo] | Literal["own"] | None:
+    """The frozen model that runs in each micro-batch, as `plan` has it."""
+    path: str | None = getattr(strategy, "live_reference", None)
+    if path is None:
+        return None
+    if not path:
+        return "own" if config.lora is not None else parameters
+    return parameter_infos(Transformer(read_config(find_model(path)), device="meta"))
+
+
+def _total_steps(config: RunConfig, loader: Loader[Any]) -> int:
     if config.train.steps is not None:
         return config.train.steps
     if config.train.epochs is not None:

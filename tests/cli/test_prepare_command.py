@@ -124,3 +124,35 @@ def test_an_interrupted_run_leaves_nothing(corpus: Path, tmp_path: Path, number:
     assert "Traceback" not in err
     assert re.search("interrupted|terminated; nothing was written", err)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["endless.txt", "texts"]
+
+
+# -- records for post-training ------------------------------------------------------------------------------
+
+
+def test_records_are_made_and_their_summary_says_what_training_will_find(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = [{"role": "user", "content": "Say red."}, {"role": "assistant", "content": "Red. " * 20}]
+    lines = [json.dumps({"messages": chat})] * 9 + [json.dumps({"messages": chat[:1]})]
+    (tmp_path / "chats.jsonl").write_text("\n".join([*lines, json.dumps({"messages": [*chat, chat[0]]})]))
+    command = ["prepare", str(tmp_path / "chats.jsonl"), "--for", "sft", "--vocab-size", "300", "--context", "32"]
+    command += ["--on-error", "skip", "--val-fraction", "0", "--quiet"]
+    assert main([*command, "--out", str(tmp_path / "data")]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{tmp_path / 'data'}: 10 records for sft\n")
+    assert "longer than 32: 10; training treats them as data.truncate says" in out
+    assert re.search(r"rows of 32 tokens are \d+\.\d % filled", out)
+    assert "left out: the last turns of 1 conversations, which nobody answers" in out
+    assert "left out: 1 skipped" in out
+    assert re.search(r"skipped: .*chats\.jsonl:10: no assistant turn in messages", err)
+    assert main([*command, "--out", str(tmp_path / "again"), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["kind"], summary["records"], summary["skipped"]) == ("sft", 10, 1)
+    assert summary["longer_than_context"] == 10 and 0 < summary["rows_filled"] <= 1
+
+
+def test_bad_examples_are_exit_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x", "chosen": "y", "rejected": "y"}\n')
+    assert main(["prepare", str(tmp_path / "a.jsonl"), "--for", "dpo", "--out", str(tmp_path / "data")]) == 2
+    assert "a.jsonl:1: chosen and rejected are the same" in capsys.readouterr().err
+    assert not (tmp_path / "data").exists()

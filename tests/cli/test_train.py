@@ -151,3 +151,19 @@ def test_a_used_folder_is_refused_with_exit_2(arguments, capsys):
     assert main([*arguments, "--train.steps=1"]) == 0
     assert main(arguments) == 2
     assert "--resume" in capsys.readouterr().err
+
+
+def test_a_run_on_records_says_what_was_cut_and_how_full_its_rows_are(tmp_path, capsys):
+    said = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "Red. " * 9}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": said}) + "\n") * 8)
+    folder = str(tmp_path / "data")
+    prepare = ["prepare", str(tmp_path / "chats.jsonl"), "--for", "sft", "--vocab-size", "300", "--val-fraction", "0"]
+    assert main([*prepare, "--out", folder]) == 0
+    capsys.readouterr()
+    train = ["train", *FAST, "--data.path", folder, "--strategy.name=sft", "--out", str(tmp_path / "run"), "--dry-run"]
+    assert main([*train, "--model.max_position_embeddings=32"]) == 0
+    err = capsys.readouterr().err
+    assert "train: 8 of 8 records are longer than 33 tokens and cut on the right" in err
+    assert "train: 8 records in 8 rows of 32 tokens, 100.0 % filled" in err
+    assert main([*train, "--model.max_position_embeddings=32", "--data.truncate=refuse"]) == 2
+    assert "record 0 of split 'train' has" in capsys.readouterr().err

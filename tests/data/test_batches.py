@@ -143,3 +143,24 @@ def test_a_global_batch_that_ranks_cannot_share_is_refused():
 def test_a_split_without_a_target_is_refused():
     with pytest.raises(DataError, match="at least 2"):
         Windows(MemorySplit([1]), 8)
+
+
+def test_repeated_steps_get_the_same_samples_and_resume_among_them():
+    def loader(**changes):
+        return Loader(windows(num_documents=9), global_batch=4, micro_batch=2, seed=5, **changes)
+
+    plain, thrice = loader(), loader(repeats=3)
+    assert thrice.steps_per_epoch == 3 * plain.steps_per_epoch
+    ids = [batch.sample_ids.tolist() for _ in range(plain.steps_per_epoch + 1) for batch in plain.next_window()]
+    seen = []
+    for step in range(thrice.steps_per_epoch + 1):
+        seen.append([batch.sample_ids.tolist() for batch in thrice.next_window()])
+        assert thrice.repeat == (step + 1) % 3
+    assert seen[0] == seen[1] == seen[2] != seen[3]
+    assert [one for window in seen[::3] for one in window] == ids
+    half, rest = loader(repeats=3), loader(repeats=3)
+    for _ in range(4):
+        half.next_window()
+    rest.load_state_dict(half.state_dict())
+    after = [[batch.sample_ids.tolist() for batch in rest.next_window()] for _ in range(3)]
+    assert after == seen[4:7] and "repeat" not in plain.state_dict()

@@ -173,6 +173,9 @@ def test_shakespeare_that_cannot_be_had_says_why(tmp_path: Path, monkeypatch: py
 
 def test_all_built_in_sources_are_registered() -> None:
     assert [n for n in names("source") if n.startswith("sample:")] == [
+        "sample:arithmetic",
+        "sample:chats",
+        "sample:preferences",
         "sample:python",
         "sample:shakespeare",
         "sample:stories",

@@ -548,3 +548,14 @@ def test_random_requests_on_a_tiny_pool_leave_the_books_right(model):
     ends = [(e.request_id, e.sample) for e in finished(one) if e.finish_reason is not None]
     assert sorted(ends) == sorted((str(i), n) for i, (_, p) in enumerate(requests) for n in range(p.n))
     assert one.stats().preemptions > 0 and one.stats().evictions > 0 and idle(one)
+
+
+def test_requests_behind_a_long_first_one_are_not_held_back():
+    one = engine(tiny("gqa"), max_running=2)
+    steps = []
+    one.on_step = lambda record: steps.append({name for name, *_ in record.chunks})
+    requests = [Request("long", (1, 2, 3), greedy(40)), *(Request(f"{i}", (1, 2, 3 + i), greedy(2)) for i in range(12))]
+    found = [[len(result.ids) for result in results] for results in one.results(iter(requests))]
+    assert found == [[40], *[[2]] * 12]
+    last = max(i for i, names in enumerate(steps) if "long" in names)
+    assert len({name for names in steps[:last] for name in names}) == 13  # all ran beside it

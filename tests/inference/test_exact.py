@@ -9,6 +9,7 @@ from tiny_engine import KINDS, VOCABULARY, alone, bits, dtype_of, engine, prompt
 
 from pellucid.inference.probe import exactness_problem
 from pellucid.inference.request import Request, Result, SamplingParams
+from pellucid.model.quantize import quantize_
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -121,10 +122,33 @@ def test_log_probabilities_are_the_bits_of_the_trainers_forward_on_several_threa
     check_against_trainer(kind, dtype)
 
 
-def check_against_trainer(kind, dtype):
-    model = tiny(kind, dtype)
-    requests = [(prompt(i, length), SamplingParams(max_tokens=12, seed=i)) for i, length in enumerate((1, 5, 30, 61))]
-    results = exact(model).generate([tokens for tokens, _ in requests], [params for _, params in requests])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_bfloat16_weights_give_the_bits_of_the_trainers_forward(kind):
+    packed = tiny(kind, torch.bfloat16)
+    quantize_(packed, "bf16")
+    check_against_trainer(kind, torch.bfloat16, engine_of=exact(packed))
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_packed_weights_give_the_same_bits_alone_and_in_any_company(weights):
+    model = tiny("gqa", torch.bfloat16)
+    quantize_(model, weights)
+    preemptions, reused = compare(model, seed=3, count=12, rounds=2)
+    assert preemptions + reused > 0
+
+
+@pytest.mark.parametrize("length", [1018, 1530])
+def test_bfloat16_rows_beyond_the_bins_of_keys_have_the_bits_of_the_trainers_forward(length):
+    """Where the next token needs 1,024 keys, more than any bin, and another 512."""
+    overrides = {"max_position_embeddings": 2048, "head_dim": 64}
+    check_against_trainer("gqa", torch.bfloat16, lengths=(length, 9, 300), kv_gb=0.05, **overrides)
+
+
+def check_against_trainer(kind, dtype, *, lengths=(1, 5, 30, 61), engine_of=None, kv_gb=0.01, **overrides):
+    model = tiny(kind, dtype, **overrides)
+    requests = [(prompt(i, length), SamplingParams(max_tokens=12, seed=i)) for i, length in enumerate(lengths)]
+    one = engine_of or exact(model, kv_gb=kv_gb)
+    results = one.generate([tokens for tokens, _ in requests], [params for _, params in requests])
     for (tokens, _), result in zip(requests, results, strict=True):
         whole = torch.tensor([tokens + result.ids])
         logits = model(whole).logits[0, len(tokens) - 1 : -1].detach().float()

@@ -450,3 +450,26 @@ def test_prompt_logprobs_are_those_of_the_tokens_that_follow() -> None:
     assert [t.top for t in prompt_logprobs(logits, ids)] == [()] * 9
     assert prompt_logprobs(logits[:4], ids[:4], 2) == told[:4]
     assert prompt_logprobs(logits[:0], []) == []
+
+
+SMALLEST, LARGEST = 5e-324, 1.7e308
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"temperature": SMALLEST}, {"temperature": LARGEST}, {"top_p": SMALLEST}, {"min_p": SMALLEST}, {"min_p": 1.0},
+        {"repetition_penalty": SMALLEST}, {"repetition_penalty": 1e-37, "logit_bias": {3: 100.0}},
+        {"repetition_penalty": LARGEST}, {"repetition_penalty": 1e-38, "temperature": SMALLEST, "top_p": SMALLEST},
+        {"repetition_penalty": LARGEST, "temperature": LARGEST, "min_p": 1.0, "presence_penalty": -2, "frequency_penalty": 2},
+    ],
+)  # fmt: skip
+def test_settings_at_the_end_of_their_range_draw_a_token_and_hurt_no_neighbour(extreme: dict[str, Any]) -> None:
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0)) * 4
+    logits[:, 7], logits[0, 8] = 0.0, -math.inf
+    plain = Row(SamplingParams(), seed=2, choice=0, position=5)
+    odd = Row(SamplingParams(**extreme), seed=1, choice=0, position=5, prompt=(0, 1, 2, 3, 7, 8), output=(4, 5, 4))
+    drawn = sample(logits, [odd, plain])
+    assert drawn.errors == [None, None] and 0 <= int(drawn.tokens[0]) < 50 and int(drawn.tokens[0]) != 8
+    alone = sample(logits[1:], [plain])
+    assert drawn.tokens[1] == alone.tokens[0] and drawn.logprobs[1] == alone.logprobs[0]

@@ -1,12 +1,14 @@
 import pytest
 import torch
-from support import TINY, tiny_config, windows
+from support import TINY, run_ranks, tiny_config, whole_weights, windows
 
-from pellucid.config import ModelConfig
+from pellucid.config import LoraConfig, ModelConfig
 from pellucid.errors import ConfigError
 from pellucid.model import Transformer
+from pellucid.model.lora import add_lora
 from pellucid.optim import MuonOptions
 from pellucid.optim.muon import build_muon, orthogonalize
+from pellucid.parallel import comm, create_executor
 from pellucid.train import Trainer
 
 
@@ -110,6 +112,44 @@ def test_a_muon_run_resumes_to_the_same_bits(tmp_path):
     for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
         assert torch.equal(a, b)
     assert whole.optimizer.param_groups[1]["lr"] == pytest.approx(0.25 * whole.optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_owner_s_whole_matrix_is_updated_to_the_bits_of_one_process(mode, size):
+    """One rank has the gradient and the others zeros, so that their sum has its bits; weights then have them too.
+
+    fsdp2 cuts vectors anywhere, and fused AdamW rounds the odd tail of a tensor otherwise: there matrices, of one step.
+    """
+    steps = 1 if mode == "fsdp2" else 3
+
+    def weights(mode):
+        model = Transformer(ModelConfig(**TINY), generator=torch.Generator().manual_seed(1))
+        executor = create_executor(mode, average=False)
+        wrapped, *_ = executor.prepare(model, build_muon(model, 0.02, MuonOptions(weight_decay=0.1)))
+        for i in range(steps):
+            with executor.accumulate(wrapped, last=True):
+                loss = wrapped(torch.arange(i, 16 + i)[None]).logits.logsumexp(-1).sum()
+                executor.backward(loss * (comm.rank() == 0))
+            executor.finish_grads()
+            executor.step()
+        return dict(zip(executor.weight_shapes(), whole_weights(executor), strict=True))
+
+    alone = weights("none")
+    start = Transformer(ModelConfig(**TINY), generator=torch.Generator().manual_seed(1))
+    assert all(parameter.tolist() != alone[name] for name, parameter in start.named_parameters())
+    for got in run_ranks(lambda: weights(mode), size):
+        different = [name for name in alone if got[name] != alone[name]]
+        assert [name for name in different if mode != "fsdp2" or name.endswith("proj.weight")] == []
+
+
+@pytest.mark.parametrize("targets", [["lm_head", "q_proj"]])
+def test_an_adapter_of_the_head_is_the_head_s(targets):
+    model = Transformer(ModelConfig(**TINY, tie_word_embeddings=False))
+    add_lora(model, LoraConfig(r=2, alpha=4.0, targets=tuple(targets)))
+    groups = build_muon(model, 0.02, MuonOptions()).param_groups
+    muon = [name for group in groups if group["muon"] for name in group["param_names"]]
+    assert muon and all("q_proj.lora_" in name for name in muon)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from pellucid.report.chart import Chart, Curve, ticks
 from pellucid.report.files import read_samples
 from pellucid.report.metrics import MAX_POINTS, Series, means, read_log, thin
 from pellucid.report.page import embedded
-from pellucid.report.report import final_numbers
+from pellucid.report.report import charts, final_numbers
 
 ATTACK = "</script><script>alert('x')</script><img src=x onerror=alert(1)> & \"quotes\" ]]>"
 
@@ -362,3 +362,25 @@ def test_reading_a_run_does_not_load_torch(run: Path) -> None:
     script = f"import sys\nfrom pellucid.report import build_report\nbuild_report({str(run)!r})\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_what_a_strategy_measures_is_drawn_and_its_loss_is_one_of_pairs(tmp_path: Path) -> None:
+    events = [
+        step(1, pairs=4, margin=0.1, supervised=0.5),
+        {"event": "validation", "step": 1, "loss": 0.69, "pairs": 9, "margin": 0.05},
+        step(2, pairs=4, margin=0.2, supervised=0.5),
+    ]
+    write_log(tmp_path, *events)
+    drawn = {chart.id: chart for chart in charts(read_log(tmp_path / "metrics.jsonl"))}
+    assert list(drawn) == ["loss", "validation", "lr", "metric_margin", "metric_supervised"]
+    assert drawn["loss"].unit == "nats per pair"
+    training, validation = drawn["metric_margin"].curves
+    assert training.series.values == [0.1, 0.2] and validation.series.values == [0.05]
+    assert "perplexity" not in build_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_the_last_samples_are_shown(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": i, "kind": f"step {i}", "prompt": "a", "text": str(i)}) for i in range(130)]
+    (tmp_path / "samples.jsonl").write_text("\n".join(lines))
+    samples, total = read_samples(tmp_path / "samples.jsonl")
+    assert total == 130 and [s.text for s in samples] == [str(i) for i in range(30, 130)]

@@ -318,6 +318,86 @@ def test_a_conversation_begins_with_one_beginning_token_whatever_it_spells(
         assert (ids[0], ids.count(ids[0])) == (tokenizer.bos_id, 1)
 
 
+# -- tools, further variables, going on with what was said ----------------------------------------------------------
+
+TOOLED = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{{ 'thinks ' if enable_thinking else '' }}"
+    "{{ documents is none }}" + CHATML_PLAIN
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+    },
+}
+
+
+def test_tools_and_variables_reach_the_template_as_in_transformers(own: Tokenizer, tmp_path: Path) -> None:
+    ours = with_template(own, TOOLED)
+    ours.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for tools, options in (
+        (None, {}),
+        ([TOOL, TOOL], {}),
+        ([TOOL], {"enable_thinking": True, "documents": [{"title": "t", "text": "x"}]}),
+    ):
+        expected = theirs.apply_chat_template(TALK, tools=tools, add_generation_prompt=True, **options)["input_ids"]
+        assert ours.encode_chat(TALK, tools=tools, options=options) == expected
+    assert (
+        ours.encode_chat(TALK, tools=[TOOL])
+        != ours.encode_chat(TALK)
+        != ours.encode_chat(TALK, options={"enable_thinking": 1})
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=hostile)
+def test_tools_and_variables_never_become_control_tokens(own: Tokenizer, text: str) -> None:
+    template = "{{ tools | tojson }}{{ style }}{{ more | tojson }}" + CHATML_PLAIN
+    tokenizer = with_template(own, template)
+    tools = [{"type": "function", "function": {"name": text, "parameters": {"properties": {text: {"enum": [text]}}}}}]
+    ids = tokenizer.encode_chat(TALK, tools=tools, options={"style": text, "more": {text: [text]}})
+    assert controls(tokenizer, ids) == controls(
+        tokenizer, tokenizer.encode_chat(TALK, options={"style": "", "more": 1})
+    )
+    assert text in tokenizer.decode(ids, skip_special=False)
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "add_generation_prompt", "bos_token", "raise_exception", "pellucid_open"]
+)
+def test_a_variable_that_is_set_here_cannot_be_given(own: Tokenizer, name: str) -> None:
+    with pytest.raises(RequestError, match=f"the chat template's variable {name} is set here"):
+        own.encode_chat(TALK, options={name: "x"})
+
+
+def test_the_last_message_is_continued_where_its_text_ends(own: Tokenizer, chatty: dict[str, Path]) -> None:
+    for tokenizer in (own, with_template(own, CHATML_PLAIN), *map(Tokenizer.load, chatty.values())):
+        for answer in ("home", "it slept <|im_end|>", ""):
+            messages = [*TALK[:1], {"role": "assistant", "content": answer}]
+            whole = tokenizer.decode(tokenizer.encode_chat(messages, add_generation_prompt=False), skip_special=False)
+            ids = tokenizer.encode_chat(messages, continue_last=True)
+            text, said = (tokenizer.decode(part, skip_special=False) for part in (ids, tokenizer.encode(answer)))
+            assert whole.startswith(text.rstrip()) and text.rstrip().endswith(said.strip())
+            assert len(controls(tokenizer, ids)) < len(controls(tokenizer, tokenizer.encode_chat(messages)))
+    assert own.decode(
+        own.encode_chat([*TALK[:1], {"role": "assistant", "content": "so "}], continue_last=True)
+    ).endswith("\nso ")
+
+
+def test_what_cannot_be_continued_is_refused(own: Tokenizer) -> None:
+    for content in (None, ["x"]):
+        with pytest.raises(RequestError, match="the last message has no text that could be continued"):
+            with_template(own, "{{ messages }}").encode_chat(
+                [{"role": "assistant", "content": content}], continue_last=True
+            )
+    hides = with_template(own, "{% for m in messages[:-1] %}{{ m.content }}{% endfor %}")
+    with pytest.raises(RequestError, match="does not show the last message as it is"):
+        hides.encode_chat(TALK, continue_last=True)
+
+
 # -- stopping -----------------------------------------------------------------------------------------------------
 
 

@@ -113,3 +113,53 @@ def test_a_finished_decoder_starts_anew_and_refuses_foreign_ids(own: Tokenizer) 
     assert decoder.push(own.encode("a")[0]) == "a"
     with pytest.raises(RequestError):
         decoder.push(own.vocab_size)
+
+
+@pytest.mark.parametrize("kind", ["own", *FOREIGN])
+def test_tokens_whose_text_is_held_back_are_counted(kind: str, every: dict[str, Tokenizer]) -> None:
+    tokenizer, rng = every[kind], random.Random(kind)
+    special = set(tokenizer.special_tokens.values())
+    ids = [i for i in range(tokenizer.vocab_size) if i not in special]
+    for _ in range(200):
+        decoder, drawn, text = IncrementalDecoder(tokenizer), [], ""
+        for _ in range(rng.randint(1, 12)):
+            drawn.append(rng.choice(ids) if rng.random() < 0.5 else ids[-1 - rng.randrange(min(256, len(ids)))])
+            text += decoder.push(drawn[-1])
+            told = drawn[: len(drawn) - decoder.num_held]
+            assert text.startswith(tokenizer.decode(told).rstrip("\ufffd")), (drawn, decoder.num_held)
+            if not decoder.num_held:
+                assert text == tokenizer.decode(drawn)
+        decoder.finish()
+        assert decoder.num_held == 0
+
+
+def test_of_two_tokens_that_share_a_character_both_are_held_back(own: Tokenizer) -> None:
+    decoder = IncrementalDecoder(own)
+    bytes_ = [own._tokenizer.token_to_id(SYMBOLS[byte]) for byte in "x👋".encode()]
+    held = [(decoder.push(id_), decoder.num_held) for id_ in bytes_]
+    assert held == [("x", 0), ("", 1), ("", 2), ("", 3), ("👋", 0)]
+
+
+@pytest.mark.parametrize("kind", ["own", *FOREIGN])
+def test_the_bytes_of_tokens_make_the_text(kind: str, every: dict[str, Tokenizer]) -> None:
+    tokenizer = every[kind]
+    decoder = IncrementalDecoder(tokenizer)
+    ids = tokenizer.encode("the fox ran 👋🏽 over Größe")
+    text = b"".join(decoder.token_bytes(id_) for id_ in ids).decode("utf-8", "replace")
+    assert text.strip() == tokenizer.decode(ids, skip_special=False).strip()
+    for token, id_ in tokenizer.special_tokens.items():
+        assert decoder.token_bytes(id_).decode().strip() == token
+    with pytest.raises(RequestError):
+        decoder.token_bytes(tokenizer.vocab_size)
+
+
+def test_a_text_that_goes_on_keeps_the_space_that_a_beginning_loses(every: dict[str, Tokenizer]) -> None:
+    tokenizer = every["sentencepiece"]
+    before, after = tokenizer.encode("the fox"), tokenizer.encode("ran over")
+    for prompt in (before, [*before, *(tokenizer._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "東".encode())]):
+        decoder = IncrementalDecoder(tokenizer)
+        decoder.follow(prompt)
+        assert "".join([*map(decoder.push, after), decoder.finish()]) == " ran over"
+    own_decoder = IncrementalDecoder(every["own"])
+    own_decoder.follow(every["own"].encode("the"))
+    assert own_decoder.push(every["own"].encode("x")[0]) == "x"

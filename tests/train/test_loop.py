@@ -220,7 +220,7 @@ def test_the_log_has_the_contract_fields_and_label_smoothing_shows_in_the_traini
     train(tiny_config(tmp_path / "b", strategy__label_smoothing=0.3), val_data=windows(9, score_once=True))
     a, b = read_log(tmp_path / "a"), read_log(tmp_path / "b")
     assert set(a[0]) == {
-        "event", "step", "epoch", "tokens", "loss", "lr", "grad_norm", "time", "seconds", "tokens_per_s",
+        "event", "step", "epoch", "tokens", "loss", "lr", "grad_norm", "time", "seconds", "tokens_per_s", "supervised",
     }  # fmt: skip
     assert [r["step"] for r in a if r["event"] == "step"] == list(range(1, 13))
     assert [(r["event"], r["step"]) for r in a if r["event"] != "step"] == [

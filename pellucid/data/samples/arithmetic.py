@@ -35,6 +35,13 @@ def draw(rng: Random, *, held_out: bool = False) -> tuple[str, int]:
             return expression, value
 
 
+def two_digit_problems() -> list[tuple[str, int]]:
+    """Every sum, and every difference that is not negative, of two two-digit numbers, with its value; those held out too."""
+    numbers = range(10, 100)
+    sums = [(f"{a} + {b}", a + b) for a in numbers for b in numbers]
+    return sums + [(f"{a} - {b}", a - b) for a in numbers for b in range(10, a + 1)]
+
+
 def worksheet(rng: Random) -> tuple[str, float]:
     """Three to six solved problems, one a line, and their nats."""
     number = 3 + int(rng.random() * 4)

@@ -1,0 +1,168 @@
+"""Rewards in processes of their own: one that hangs, dies or prints does no harm to training."""
+
+import contextlib
+import json
+import os
+import queue
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from pellucid.errors import ConfigError, TrainingError
+
+START_SECONDS = 120.0
+"""What a worker may take to import its rewards."""
+
+
+GRACE_SECONDS = 0.2
+"""From the end of a worker's output to that of the worker."""
+
+
+class Judged(NamedTuple):
+    """A completion that rewards are asked about."""
+
+    prompt: str
+    completion: str
+    record: dict[str, Any]
+
+
+class RewardPool:
+    """Asks worker processes what completions are worth.
+
+    Args:
+        rewards: names, as `find_reward` has them.
+        plugins: modules that workers import first.
+        timeout_s: seconds one reward may take over one completion; the worker is then killed.
+        workers: processes.
+
+    Raises:
+        ConfigError: a worker cannot find a reward; says what it met.
+    """
+
+    def __init__(self, rewards: Sequence[str], *, plugins: Sequence[str], timeout_s: float, workers: int) -> None:
+        self.rewards, self.plugins, self.timeout_s = list(rewards), list(plugins), timeout_s
+        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="rewards")
+        self._workers: list[_Worker] = []
+        try:
+            for _ in range(workers):
+                self._workers.append(_Worker(self))
+            for worker in self._workers:
+                worker.greet()
+                self._free.put(worker)
+        except BaseException:
+            self.close()
+            raise
+
+    def score(self, items: Sequence[Judged]) -> list[list[float]]:
+        """The worth of each item by each reward, in order.
+
+        Raises:
+            TrainingError: a reward raised, hung, died or returned no finite number; names it and the completion.
+        """
+        asked = [(i, reward) for i in range(len(items)) for reward in range(len(self.rewards))]
+        values = list(self._threads.map(lambda pair: self._ask(items[pair[0]], pair[1]), asked))
+        width = len(self.rewards)
+        return [values[i * width : (i + 1) * width] for i in range(len(items))]
+
+    def close(self) -> None:
+        """End the workers; a second time nothing."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in self._workers:
+            assert worker.process.stdin is not None
+            with contextlib.suppress(OSError):
+                worker.process.stdin.close()  # an idle one goes by itself then
+        for worker in self._workers:
+            worker.end()
+        self._workers.clear()
+
+    def _ask(self, item: Judged, reward: int) -> float:
+        worker = self._free.get()
+        said: dict[str, Any] | None = None
+        status = None
+        try:
+            said = worker.ask({"reward": reward, **item._asdict()})
+        finally:
+            if said is None:
+                status = worker.end()
+                self._workers.remove(worker)
+                worker = _Worker(self)
+                self._workers.append(worker)
+                worker.greet()
+            self._free.put(worker)
+        if said is not None and "value" in said:
+            return float(said["value"])
+        late = f"did not return within {self.timeout_s:g} s"
+        died = late if status in (None, -signal.SIGALRM) else f"ended its process, with status {status}"
+        what = said["error"] if said is not None else died
+        raise TrainingError(
+            f"reward {self.rewards[reward]} {what}; it was asked about the completion {_short(item.completion)} of the prompt "
+            f"{_short(item.prompt)}. Mend the reward, or raise strategy.reward_timeout_s where it needs longer"
+        )
+
+
+class _Worker:
+    """One process, asked by one thread at a time."""
+
+    def __init__(self, pool: RewardPool) -> None:
+        self.pool = pool
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pellucid.train.reward_worker"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )  # fmt: skip
+        self._rest = b""
+
+    def greet(self) -> None:
+        pool = self.pool
+        said = self.ask(
+            {"path": sys.path, "plugins": pool.plugins, "rewards": pool.rewards, "timeout_s": pool.timeout_s},
+            START_SECONDS,
+        )
+        if said is None or "error" in said:
+            what = said["error"] if said is not None else "the process ended before it had imported them"
+            raise ConfigError(f"strategy.rewards {', '.join(pool.rewards)} cannot be used: {what}")
+
+    def ask(self, message: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any] | None:
+        """The reply; None where there is none in time."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        end = time.monotonic() + (timeout_s or self.pool.timeout_s + 1.0)  # the worker's own alarm comes first
+        try:
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+            self.process.stdin.flush()
+            with selectors.DefaultSelector() as selector:
+                selector.register(self.process.stdout, selectors.EVENT_READ)
+                while b"\n" not in self._rest:
+                    if not selector.select(max(0.0, end - time.monotonic())):
+                        return None
+                    data = os.read(self.process.stdout.fileno(), 65536)
+                    if not data:
+                        return None
+                    self._rest += data
+        except OSError:
+            return None
+        line, _, self._rest = self._rest.partition(b"\n")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def end(self) -> int | None:
+        """Its exit status; None where it had to be killed."""
+        status = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = self.process.wait(GRACE_SECONDS)
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # what a dead process was still to get
+                    pipe.close()
+        return status
+
+
+def _short(text: str, limit: int = 80) -> str:
+    return repr(text if len(text) <= limit else text[:limit] + "...")

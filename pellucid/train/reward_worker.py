@@ -1,0 +1,59 @@
+"""A process that judges completions: JSON lines in, JSON lines out, and gone when its parent is.
+
+It is handed its rewards in the first line, then one completion a line. A reward that overstays ends the whole process, even
+where its parent has gone: nothing else stops a function that hangs.
+"""
+
+import json
+import math
+import os
+import signal
+import sys
+from typing import Any
+
+from pellucid.registry import load_plugins
+from pellucid.train.rewards import Reward, find_reward
+
+MAX_MESSAGE = 2000
+"""Characters of an error."""
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a reward prints is no reply
+
+    def reply(message: dict[str, Any]) -> None:
+        out.write(json.dumps(message) + "\n")
+        out.flush()
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends it
+    given = json.loads(sys.stdin.readline())
+    sys.path[:] = given["path"]
+    try:
+        load_plugins(tuple(given["plugins"]))
+        rewards = [find_reward(name) for name in given["rewards"]]
+    except Exception as error:
+        reply({"error": f"{type(error).__name__}: {error}"[:MAX_MESSAGE]})
+        return
+    reply({"ready": True})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, given["timeout_s"])  # SIGALRM ends the process
+        answer = _judge(rewards[asked["reward"]], asked)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        reply(answer)
+
+
+def _judge(reward: Reward, asked: dict[str, Any]) -> dict[str, Any]:
+    try:
+        value = float(reward(asked["prompt"], asked["completion"], asked["record"]))
+    except (SystemExit, Exception) as error:
+        return {"error": f"raised {type(error).__name__}: {error}"[:MAX_MESSAGE]}
+    if not math.isfinite(value):
+        return {"error": f"returned {value}"}
+    return {"value": value}
+
+
+if __name__ == "__main__":
+    main()

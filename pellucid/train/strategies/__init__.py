@@ -1,0 +1,25 @@
+"""Training objectives. A strategy says what a batch weighs, before any forward, and what its summed loss is."""
+
+from pellucid.train.strategies.base import LossOutput, MakesBatches, Strategy, UsesRun, metrics_of, reads_of, unit_of
+from pellucid.train.strategies.dpo import Dpo, DpoOptions
+from pellucid.train.strategies.grpo import Grpo, GrpoOptions
+from pellucid.train.strategies.pretrain import Pretrain, PretrainOptions
+from pellucid.train.strategies.sft import Sft, SftOptions
+
+__all__ = [
+    "Dpo",
+    "DpoOptions",
+    "Grpo",
+    "GrpoOptions",
+    "LossOutput",
+    "MakesBatches",
+    "Pretrain",
+    "PretrainOptions",
+    "Sft",
+    "SftOptions",
+    "Strategy",
+    "UsesRun",
+    "metrics_of",
+    "reads_of",
+    "unit_of",
+]
