@@ -146,7 +146,7 @@ def _tell_stories(loaded: "Loaded", out: Path) -> int:
                 "ok": verdict.ok,
             }
         )
-    _append_samples(out, records, first=True)
+    _append_samples(out, records)
     good = sum(1 for record in records if record["ok"])
     for record in records[:3]:
         print(f"\n> {record['prompt']}\n{record['text'].strip()}")
@@ -176,6 +176,7 @@ def _chat(loaded: "Loaded", out: Path) -> None:
     print()
 
 
-def _append_samples(out: Path, records: list[dict[str, Any]], *, first: bool = False) -> None:
-    with open(out / "samples.jsonl", "w" if first else "a", encoding="utf-8") as file:
+def _append_samples(out: Path, records: list[dict[str, Any]]) -> None:
+    """After those of training, which removes them when it goes on."""
+    with open(out / "samples.jsonl", "a", encoding="utf-8") as file:
         file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)

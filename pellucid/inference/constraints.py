@@ -17,6 +17,10 @@ from pellucid.errors import ConfigError, RequestError
 from pellucid.inference.schema import check_finite
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "lark"]
+CANNOT_GO_ON = "the grammar cannot be followed further"
+"""Begins what `GrammarState.mask` raises: the grammar's own fault, the same each time it is used."""
+MAX_SYMBOLS = 50_000
+"""Of a grammar as the library keeps it; so many take it half a second. A property of an object is about ten."""
 
 
 class ConstraintState(Protocol):
@@ -76,6 +80,7 @@ class Vocabulary:
         not_first: Collection[int] = (),
     ) -> None:
         self.size = len(tokens)
+        self.textless = torch.tensor([id_ for id_, token in enumerate(tokens) if not token], dtype=torch.int64)
         self.not_first = torch.tensor(sorted(not_first), dtype=torch.int64)
         self.library = _llguidance()
         source = _TokenSource(tokens, encode)
@@ -105,9 +110,9 @@ class _TokenSource:
 class GrammarConstraint:
     """A grammar that `llguidance` matches.
 
-    JSON has at most 32 characters of white space in one place, so that a model cannot go on with it for ever. Keywords of
-    JSON schema that are not enforced are refused. Regular expressions are those of Rust's `regex`, matched against the
-    whole output; ``\\d`` and ``\\w`` are Unicode's. A Lark grammar's ``start`` is the whole output.
+    JSON has at most one space or line break in one place, so that a model cannot dawdle. Keywords of JSON schema that are
+    not enforced are refused. Regular expressions are those of Rust's `regex`, matched against the whole output; ``\\d`` and
+    ``\\w`` are Unicode's. A Lark grammar's ``start`` is the whole output.
 
     Args:
         text: the schema as JSON, the expression or the grammar; None for "json_object", any JSON object.
@@ -121,14 +126,15 @@ class GrammarConstraint:
         self._vocabulary = vocabulary
         library = vocabulary.library
         grammar = _grammar(library.LLMatcher, kind, text)
-        limits = library.LLParserLimits(verbose_errors=False)
+        limits = library.LLParserLimits(verbose_errors=False, max_grammar_size=MAX_SYMBOLS)
         self._matcher = library.LLMatcher(vocabulary.matched, grammar, log_level=0, limits=limits)
         try:
             start = self.start()
             if not start.may_end and not start.mask().any():
                 raise RequestError("nothing satisfies it")
         except RequestError as error:
-            raise RequestError(f"{kind} cannot be used: {error}") from None
+            reason = str(error).removeprefix(f"{CANNOT_GO_ON}: ")
+            raise RequestError(f"{kind} cannot be used: {reason}") from None
 
     def start(self) -> "GrammarState":
         return GrammarState(self._matcher.deep_copy(), self._vocabulary, at_start=True)
@@ -156,13 +162,15 @@ class GrammarState:
         if self._mask is None:
             bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
             if self._matcher.is_error():
-                raise RequestError(self._matcher.get_error().strip())
+                reason = self._matcher.get_error().replace("<non-verbose/>", "").strip()
+                raise RequestError(f"{CANNOT_GO_ON}: {reason}")
             allowed = np.unpackbits(bits, count=self._vocabulary.size, bitorder="little").astype(bool)
             mask = torch.from_numpy(allowed)
+            mask[self._vocabulary.textless] = False  # a Lark grammar may name ids
             if self._at_start:
                 mask[self._vocabulary.not_first] = False
             if not self.may_end and not mask.any():
-                raise RequestError("no token of the vocabulary can continue the output as the grammar wants it")
+                raise RequestError(f"{CANNOT_GO_ON}: no token of the vocabulary can continue the output as it wants")
             self._mask = mask
         return self._mask
 
@@ -177,7 +185,7 @@ class GrammarState:
         return other
 
 
-JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{1,32}", "lenient": False}
+JSON_OPTIONS = {"whitespace_pattern": r"[ \n]", "lenient": False}
 
 
 def _grammar(matcher: Any, kind: GrammarKind, text: str | None) -> str:

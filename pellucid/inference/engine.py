@@ -10,6 +10,7 @@ Ids in, ids out; synchronous, without threads. `Engine.step` is the whole of it:
 
 import itertools
 import logging
+import math
 import secrets
 import time
 from collections import deque
@@ -30,6 +31,7 @@ from pellucid.inference.request import (
     FinishReason,
     Request,
     Result,
+    Row,
     SamplingParams,
     TokenEvent,
     check_request,
@@ -328,8 +330,7 @@ class Engine:
         while drawing:
             index = [d.rows[position] for d in drawing]
             rows = logits if index == list(range(len(logits))) else logits[torch.tensor(index, device=logits.device)]
-            drawn = sample(rows, [row_of(d.sequence) for d in drawing])
-            told = zip(drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.top, drawn.errors, strict=True)
+            told = _sampled(rows, [row_of(d.sequence) for d in drawing])
             new = [self._accept(d.sequence, *one) for d, one in zip(drawing, told, strict=True)]
             events += new
             drawing = [d for d, event in zip(drawing, new, strict=True) if self._goes_on(d.sequence, event, position)]
@@ -409,3 +410,19 @@ class Engine:
                 pool.num_free, pool.num_cached, pool.num_held, len(self.scheduler.waiting), seconds,
             )
         )  # fmt: skip
+
+
+_Told = tuple[int, float, Alternatives, str | None]
+"""Of one row: token, logprob, alternatives, and why there is none."""
+
+
+def _sampled(logits: Tensor, rows: SequenceOf[Row]) -> list[_Told]:
+    """What is drawn of each row; where that raises, of each on its own, so that one cannot harm the others."""
+    try:
+        drawn = sample(logits, rows)
+    except Exception as error:
+        if len(rows) > 1:
+            return [told for i, row in enumerate(rows) for told in _sampled(logits[i : i + 1], [row])]
+        logger.exception("a token could not be drawn")
+        return [(0, math.nan, (), f"the sampling raised {type(error).__name__}: {error}")]
+    return list(zip(drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.top, drawn.errors, strict=True))

@@ -250,7 +250,7 @@ def _kept(ranked: Tensor, total: Tensor, params: Sequence[SamplingParams]) -> Te
     ``total``: the weight of the whole vocabulary, [R, 1]; needed by rows with top-p and without top-k, which K holds all of.
     """
     device, width = ranked.device, ranked.shape[1]
-    top_k = torch.tensor([[p.top_k or width] for p in params], device=device)
+    top_k = torch.tensor([[min(p.top_k or width, width)] for p in params], device=device)
     limited = torch.tensor([[p.top_k > 0] for p in params], device=device)
     # 2 switches top-p off, whatever rounding does
     top_p = ranked.new_tensor([[p.top_p if p.top_p < 1 else 2.0] for p in params])

@@ -5,6 +5,11 @@ from typing import Any
 
 from pellucid.errors import RequestError
 
+MAX_REFERENCES = 5_000
+"""Different ones in a schema."""
+MAX_LOOKS = 100_000
+"""At places that are referred to, until it is known whether the root ends."""
+
 
 def check_finite(schema: Any) -> None:
     """Refuse a schema whose every instance contains another instance, and so on without an end.
@@ -15,15 +20,25 @@ def check_finite(schema: Any) -> None:
     Raises:
         RequestError: there is such a schema at the root.
     """
-    pointers = set(_references(schema)) | {"#"}
+    pointers = list(dict.fromkeys(["#", *_references(schema)]))[::-1]  # what is defined last tends to need the least
+    if len(pointers) > MAX_REFERENCES:
+        raise RequestError(
+            f"json_schema refers to {len(pointers):,} places, at most {MAX_REFERENCES:,}; make it simpler"
+        )
     finite: set[str] = set()  # grows to the least fixed point
+    looks = MAX_LOOKS
     while True:
-        new = {p for p in pointers - finite if (found := _resolve(schema, p)) is None or _is_finite(found[0], finite)}
-        if not new:
-            break
-        finite |= new
-    if "#" not in finite:
-        raise RequestError("json_schema has no instance that ends: it requires itself over and over")
+        before = len(finite)
+        for pointer in pointers:
+            if pointer not in finite and ((found := _resolve(schema, pointer)) is None or _is_finite(found[0], finite)):
+                finite.add(pointer)
+            looks -= 1
+        if "#" in finite:
+            return
+        if len(finite) == before:
+            raise RequestError("json_schema has no instance that ends: it requires itself over and over")
+        if looks < 0:
+            raise RequestError("json_schema refers from place to place too often to be checked; make it simpler")
 
 
 def _is_finite(node: Any, finite: set[str]) -> bool:

@@ -104,6 +104,7 @@ def admit(generation: Generation, served: Served, *, request_id: str | None = No
     salt = json.dumps([salt, generation.cache_salt]) if salt or generation.cache_salt else ""
     if generation.messages is not None:
         prompts = [tuple(encode_messages(generation, served))]
+        _check_length(generation, served, prompts[0])  # before grammars are made, which may take longer
         answer = _chat_answer(generation, served, prompts[0])
     else:
         prompts = [_prompt_ids(prompt, served.tokenizer) for prompt in generation.prompts]
@@ -116,6 +117,12 @@ def admit(generation: Generation, served: Served, *, request_id: str | None = No
         emitters = [Emitter(rules, i * params.n + choice) for choice in range(params.n)]
         found.append(Admitted(request, emitters, prompt, served.tokenizer))
     return found
+
+
+def _check_length(generation: Generation, served: Served, prompt: Sequence[int]) -> None:
+    """ContextLengthError: there is no room for an answer."""
+    if len(prompt) > served.window or (len(prompt) == served.window and generation.params.max_tokens):
+        raise ContextLengthError(len(prompt), served.window)
 
 
 def encode_messages(generation: Generation, served: Served) -> list[int]:
@@ -242,9 +249,8 @@ def _settings(
     generation: Generation, served: Served, answer: _Answer, prompt: tuple[int, ...]
 ) -> tuple[SamplingParams, Rules]:
     """How tokens are drawn and how they are read. ContextLengthError: there is no room for one."""
+    _check_length(generation, served, prompt)
     params, window = generation.params, served.window
-    if len(prompt) > window or (len(prompt) == window and params.max_tokens):
-        raise ContextLengthError(len(prompt), window)
     limit = min(params.max_tokens, window - len(prompt))
     end_ids = () if generation.ignore_eos else served.end_ids
     grammar = answer.grammar

@@ -1,6 +1,5 @@
 """From a body to its answer: parse, admit, run; the engine's events become pieces, and pieces what the route sends."""
 
-import asyncio
 import logging
 import secrets
 import time
@@ -9,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pellucid.inference.constraints import CANNOT_GO_ON
 from pellucid.inference.request import TokenEvent
 from pellucid.inference.sample import NOT_FINITE
 from pellucid.server.admission import Admitted, admit, encode_messages
@@ -22,7 +22,7 @@ from pellucid.server.steps import Running
 
 logger = logging.getLogger("pellucid.server")
 
-OPEN_ERRORS = (NOT_FINITE, "the constraint raised")
+OPEN_ERRORS = (NOT_FINITE, CANNOT_GO_ON, "the constraint raised")
 """Beginnings of the engine's errors that clients are told; others may hold paths or more."""
 CLOSED_ERROR = "the model failed at this request; the server's log has the reason"
 
@@ -61,7 +61,7 @@ async def answer(call: Call, form: Form) -> None:
     generation = await read(call, form)
     model, id_ = call.service.model(generation.model), form.prefix + secrets.token_hex(12)
     with model.places.hold(max(1, len(generation.prompts)) * generation.params.n):
-        admitted = await asyncio.to_thread(admit, generation, model.served, request_id=id_, salt=call.owner)
+        admitted = await call.in_thread(lambda: admit(generation, model.served, request_id=id_, salt=call.owner))
         work = Work(model, admitted, call.service.metrics.first_token_seconds.labels(model.name).observe)
         encoding = form.encoding(id_, call, generation, work)
         async with aclosing(work.pieces()) as pieces:
@@ -84,7 +84,7 @@ async def count_tokens(call: Call, form: Form) -> None:
     """Tell how many tokens the prompt of such a body has."""
     generation = await read(call, form)
     model = call.service.model(generation.model)
-    ids = await asyncio.to_thread(encode_messages, generation, model.served)
+    ids = await call.in_thread(lambda: encode_messages(generation, model.served))
     await call.send_json(count_body(len(ids)))
 
 

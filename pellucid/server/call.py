@@ -79,7 +79,12 @@ class Call:
 
     async def off_loop(self, work: Callable[[], T]) -> T:
         """What ``work`` on the body gives, in a thread where that is long."""
-        return work() if self.size <= SMALL_BODY else await asyncio.to_thread(work)
+        return work() if self.size <= SMALL_BODY else await self.in_thread(work)
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """What ``work`` gives; long bodies share a few threads, so that short ones need not wait for them."""
+        threads = self.service.long_bodies if self.size > SMALL_BODY else None
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     # -- out ------------------------------------------------------------------------------------------------
 

@@ -257,7 +257,7 @@ def check_number(value: Any, path: str, low: float, high: float) -> float:
     """``value`` as a float, where it is a number in [low, high]."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise wrong_type(path, "a number", value)
-    if math.isnan(value):
+    if value != value:  # math.isnan cannot take an integer of hundreds of digits
         raise invalid(f"{path} must be a finite number, got NaN", "decimal_above_max_value", path)
     if value < low:
         raise invalid(f"{path} must be at least {low:g}, got {shown(value)}", "decimal_below_min_value", path)

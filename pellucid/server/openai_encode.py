@@ -4,8 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from pellucid.inference.constraints import CANNOT_GO_ON
 from pellucid.server import sse
-from pellucid.server.errors import ApiError, openai_error_body, server_fault, unavailable
+from pellucid.server.errors import ApiError, invalid, openai_error_body, server_fault, unavailable
 from pellucid.server.generation import Choice, Ending, Piece, TokenText, ToolCall, Usage, gather
 
 LOWEST_LOGPROB = -9999.0
@@ -88,6 +89,8 @@ def ended(ending: Ending | None) -> Ending:
     """
     if ending is None:
         raise server_fault("the answer broke off")
+    if ending.reason == "error" and (ending.error or "").startswith(CANNOT_GO_ON):  # it would at every further try
+        raise invalid(f"{ending.error}; give a simpler schema or grammar", "invalid_value")
     if ending.reason == "error":
         raise server_fault(ending.error or "the model failed at this request")
     if ending.reason == "cancelled":

@@ -10,6 +10,8 @@ from pellucid.server.generation import Grammar
 
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1000
+MAX_GRAMMAR_LENGTH = 16_384
+"""Of a regular expression or Lark grammar: a step over a long rule takes time that grows with the square of its length."""
 
 
 def read_sampling(
@@ -97,5 +99,9 @@ def read_grammar(fields: Fields) -> Grammar | None:
         return Grammar("json_schema", json.dumps(inner.table("schema")))
     if kind == "regex" or kind == "grammar":
         form.require(kind)
-        return Grammar("regex" if kind == "regex" else "lark", form.text(kind, "", empty=False))
+        text = form.text(kind, "", empty=False)
+        if len(text) > MAX_GRAMMAR_LENGTH:
+            message = f"{form.path(kind)} has {len(text):,} characters, at most {MAX_GRAMMAR_LENGTH:,}"
+            raise invalid(message, "string_above_max_length", form.path(kind))
+        return Grammar("regex" if kind == "regex" else "lark", text)
     return None

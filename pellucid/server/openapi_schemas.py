@@ -12,7 +12,7 @@ from pellucid.server.openai import (
     EMBEDDING_IGNORED,
     MAX_INPUTS,
 )
-from pellucid.server.openai_sampling import MAX_STOP_LENGTH, MAX_STOPS
+from pellucid.server.openai_sampling import MAX_GRAMMAR_LENGTH, MAX_STOP_LENGTH, MAX_STOPS
 
 Schema = dict[str, Any]
 
@@ -94,8 +94,8 @@ RESPONSE_FORMAT: Schema = {
     "oneOf": [
         fields("type", type=one_of("text", "json_object")),
         fields("type json_schema", type=one_of("json_schema"), json_schema=fields("schema", schema={"type": "object"})),
-        fields("type regex", type=one_of("regex"), regex=string(minLength=1)),
-        fields("type grammar", type=one_of("grammar"), grammar=string(minLength=1)),
+        fields("type regex", type=one_of("regex"), regex=string(minLength=1, maxLength=MAX_GRAMMAR_LENGTH)),
+        fields("type grammar", type=one_of("grammar"), grammar=string(minLength=1, maxLength=MAX_GRAMMAR_LENGTH)),
     ]
 }
 SAMPLING: dict[str, Schema] = {

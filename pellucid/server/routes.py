@@ -80,7 +80,7 @@ async def embed(call: Call) -> None:
     request = parse_embeddings(body)
     embedder = service.embedder(request.model)
     with embedder.places.hold(1):
-        ids = await asyncio.to_thread(embedder.ids, request.inputs)
+        ids = await call.in_thread(lambda: embedder.ids(request.inputs))
         vectors = await embedder.vectors(ids, request.dimensions)
     if not vectors.isfinite().all():
         raise server_fault("a vector is not finite: the weights are damaged or their dtype is too narrow")

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,6 +27,8 @@ from pellucid.version import __version__
 
 MAX_BODIES = 256
 """Requests that are being read, checked or refused, besides those that have places: bounds the memory of their bodies."""
+LONG_BODY_THREADS = 2
+"""That read long bodies, which may take seconds each."""
 DEFAULT = "default"
 """A further name of the first model."""
 
@@ -154,6 +157,10 @@ class Service:
     metrics: Metrics = field(init=False)
     noted: set[str] = field(default_factory=set)
     """Fields of bodies that were ignored, and told in the log."""
+    long_bodies: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(LONG_BODY_THREADS, thread_name_prefix="pellucid-body")
+    )
+    """Where they are read, rendered and tokenised."""
     _open: set[asyncio.Timeout] = field(default_factory=set)
     """The deadline of each request that is being answered."""
 
@@ -219,5 +226,6 @@ class Service:
                 limit.reschedule(now)
 
     async def close(self) -> None:
-        """End engines and their threads."""
+        """End engines and all threads."""
+        self.long_bodies.shutdown(wait=False, cancel_futures=True)
         await asyncio.gather(*(model.front.close() for model in self.models.values()))

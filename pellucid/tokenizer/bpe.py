@@ -22,6 +22,9 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + 256
 
+LONG_TEXT = 8_192
+"""Characters that take milliseconds to encode."""
+
 
 class Tokenizer:
     """Text to ids and back; conversations to ids and loss masks.
@@ -102,7 +105,11 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise DataError(_surrogate(text, error)) from None
-        return self._plain(text, self._tokenizer.encode(text, add_special_tokens=False).ids)
+        if len(text) > LONG_TEXT:  # a batch lets other Python threads run meanwhile, one text does not
+            [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        else:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return self._plain(text, encoding.ids)
 
     def encode_batch(self, texts: Sequence[str], *, num_threads: int = 1) -> list[list[int]]:
         """`encode` of each text. Threads act on our own kind; others run on the threads of `tokenizers`."""

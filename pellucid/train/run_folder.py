@@ -76,8 +76,8 @@ class RunFolder:
     def open_log(self, step: int) -> None:
         """Open the log for appending after cutting away what came after ``step``, and a torn last line; samples too."""
         path = self.path / METRICS
-        for written in (path, self.path / SAMPLES):
-            _cut(written, step)
+        _cut(path, step)
+        _cut(self.path / SAMPLES, step, stepless=math.inf)  # what was added to a finished run goes
         self._log = open(path, "a", encoding="utf-8")  # noqa: SIM115 - held until close
 
     def log(self, record: dict[str, Any]) -> None:
@@ -119,22 +119,25 @@ def replace_text(path: Path, text: str) -> None:
         raise StorageError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _cut(path: Path, step: int) -> None:
-    """Remove the lines of later steps, and a torn last one."""
+def _cut(path: Path, step: int, *, stepless: float | None = None) -> None:
+    """Remove the lines of later steps, and a torn last one; lines without a step count as of ``stepless``."""
     if not path.exists():
         return
     keep = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n") or _step(line, path, number) > step:
+            if not line.endswith(b"\n") or _step(line, path, number, stepless) > step:
                 break
             keep += len(line)
     os.truncate(path, keep)
 
 
-def _step(line: bytes, path: Path, number: int) -> int:
+def _step(line: bytes, path: Path, number: int, stepless: float | None) -> float:
     try:
-        return int(json.loads(line)["step"])
+        record = json.loads(line)
+        if stepless is not None and "step" not in record:
+            return stepless
+        return int(record["step"])
     except (ValueError, KeyError, TypeError):
         raise DataError(f"{path}:{number} is no line of a run's log; remove it and resume again") from None
 

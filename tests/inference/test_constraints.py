@@ -5,6 +5,7 @@ import math
 import random
 import re
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from pellucid.inference import Request, SamplingParams, TokenEvent, check_reques
 from pellucid.inference.constraints import Constraint, GrammarConstraint, Vocabulary
 from pellucid.inference.request import Row
 from pellucid.inference.sample import sample
+from pellucid.inference.schema import check_finite
 from pellucid.model import Transformer
 from pellucid.text import decode, with_stop_ids
 from pellucid.text_constraints import make_constraint, vocabulary
@@ -194,6 +196,15 @@ def test_control_tokens_and_ids_beyond_the_tokenizer_are_never_text(tokenizer: T
     assert int(sample(logits, [row]).tokens) < tokenizer.vocab_size
 
 
+def test_a_grammar_that_names_ids_gets_no_control_token(tokenizer: Tokenizer) -> None:
+    [control, *_] = tokenizer.special_tokens.values()
+    letter = tokenizer.encode("a")[0]
+    mask = make_constraint("lark", f"start: <[{control}]> | <[{letter}]>", tokenizer).start().mask()
+    assert mask.nonzero()[:, 0].tolist() == [letter]
+    with pytest.raises(RequestError, match="lark cannot be used: no token of the vocabulary"):
+        make_constraint("lark", f"start: <[{control}]>", tokenizer)
+
+
 def test_copies_go_their_own_ways(tokenizer: Tokenizer) -> None:
     state = make_constraint("regex", "(ab|ba)c", tokenizer).start()
     a, b, c = (tokenizer.encode(x)[0] for x in "abc")
@@ -262,8 +273,6 @@ def test_what_is_malformed_or_cannot_be_satisfied_is_refused(
     ],
 )  # fmt: skip
 def test_a_schema_that_requires_itself_over_and_over_is_told_apart(schema: Any, ends: bool) -> None:
-    from pellucid.inference.schema import check_finite
-
     if ends:
         check_finite(schema)
     else:
@@ -274,11 +283,38 @@ def test_a_schema_that_requires_itself_over_and_over_is_told_apart(schema: Any, 
 def test_json_has_little_white_space_in_one_place(tokenizer: Tokenizer) -> None:
     state = make_constraint("json_object", None, tokenizer).start()
     state.accept(tokenizer.encode("{")[0])
-    space, spaces = tokenizer.encode(" ")[0], 0
-    while state.mask()[space]:
-        state.accept(space)
-        spaces += 1
-    assert 20 < spaces < 40
+    space, line, tab = (tokenizer.encode(character)[0] for character in " \n\t")
+    assert state.mask()[space] and state.mask()[line] and not state.mask()[tab]
+    state.accept(space)
+    assert not state.mask()[space] and not state.mask()[line] and state.mask().any()
+
+
+def test_a_schema_of_thousands_of_references_is_judged_in_little_time_or_refused() -> None:
+    def chain(names: list[str], last: Any) -> dict[str, Any]:
+        steps = [{"$ref": f"#/$defs/{name}"} for name in names]
+        return {"$defs": dict(zip(names, [*steps[1:], last], strict=True)), **steps[0]}
+
+    began = time.process_time()
+    check_finite(chain([f"d{i}" for i in range(4000)], {"type": "null"}))
+    with pytest.raises(RequestError, match="no instance that ends"):
+        check_finite(chain([f"d{i}" for i in range(4000)], {"$ref": "#"}))
+    with pytest.raises(RequestError, match=r"refers to 6,\d{3} places, at most 5,000"):
+        check_finite(chain([f"d{i}" for i in range(6000)], {"type": "null"}))
+    mixed = chain([f"d{i}" for i in range(4000)], {"type": "null"})
+    mixed["$defs"] = dict(reversed(mixed["$defs"].items()))  # each look at all of them settles one
+    with pytest.raises(RequestError, match="too often to be checked"):
+        check_finite(mixed)
+    assert time.process_time() - began < 5
+
+
+def test_a_grammar_of_too_many_symbols_is_refused(tokenizer: Tokenizer) -> None:
+    def wide(count: int) -> str:
+        properties = {f"p{i}": {"type": "integer"} for i in range(count)}
+        return json.dumps({"type": "object", "properties": properties, "required": list(properties)})
+
+    make_constraint("json_schema", wide(500), tokenizer)
+    with pytest.raises(RequestError, match="json_schema cannot be used: grammar size"):
+        make_constraint("json_schema", wide(15_000), tokenizer)
 
 
 def test_text_that_a_grammar_forces_is_cut_as_the_tokenizer_cuts_it(tokenizer: Tokenizer) -> None:

@@ -10,6 +10,7 @@ from pellucid.errors import ConfigError, RequestError
 from pellucid.inference.engine import MAX_FAILURES, EngineError
 from pellucid.inference.request import Request, SamplingParams
 from pellucid.inference.sample import prompt_logprobs
+from pellucid.inference.sample import sample as draw
 from pellucid.inference.scheduler import QueueFullError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -519,6 +520,27 @@ def test_a_processor_or_constraint_that_raises_ends_its_own_request(model):
     results = one.generate([ok, bad], [greedy(5), greedy(5, constraint=Failing())])
     assert results[0].finish_reason == "length" and idle(one)
     assert results[1].finish_reason == "error" and results[1].ids == [] and "full" in results[1].error
+
+
+def test_where_drawing_raises_only_the_request_that_it_raises_for_ends(model, monkeypatch, caplog):
+    """A fault of the sampler's own, such as numbers that it did not foresee."""
+    prompts, params = [prompt(i, 10) for i in range(3)], greedy(5, n=2)
+    alone = engine(model).generate(prompts, params)
+    one, drawn = engine(model), []
+
+    def drawing(logits, rows):
+        drawn.append(len(rows))
+        if any(list(row.prompt) == prompts[1] and len(row.output) == 2 and row.choice == 1 for row in rows):
+            raise OverflowError("not foreseen")
+        return draw(logits, rows)
+
+    monkeypatch.setattr("pellucid.inference.engine.sample", drawing)
+    with caplog.at_level(logging.CRITICAL):
+        results = one.generate(prompts, params)
+    assert [r.finish_reason for r in results] == ["length"] * 3 + ["error"] + ["length"] * 2
+    assert "OverflowError: not foreseen" in results[3].error and len(results[3].ids) == 2
+    assert [bits(r) for i, r in enumerate(results) if i != 3] == [bits(r) for i, r in enumerate(alone) if i != 3]
+    assert max(drawn) == 6 and drawn.count(1) == 6 and one.broken is None and idle(one)
 
 
 class Failing:

@@ -111,6 +111,14 @@ def test_top_p_acts_on_what_top_k_left() -> None:
     assert (probs[0] > 0).tolist() == [True, False, False, False]
 
 
+def test_a_top_k_beyond_every_vocabulary_keeps_all() -> None:
+    logits = torch.tensor([[0.1, 2.0, 0.3, -1.0]])
+    for top_k in (4, 5, 2**63, 10**400):
+        assert torch.equal(
+            filtered_probs(logits, [SamplingParams(top_k=top_k)]), filtered_probs(logits, [SamplingParams(top_k=0)])
+        )
+
+
 def test_of_equal_logits_top_k_keeps_the_lowest_ids() -> None:
     kept = filtered_probs(torch.zeros(1, 5000), [SamplingParams(top_k=7)])[0].nonzero()[:, 0]
     assert kept.tolist() == list(range(7))

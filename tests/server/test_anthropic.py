@@ -451,6 +451,10 @@ def test_every_generation_of_the_client_does(folder: Path) -> None:
     check_client(folder)
 
 
+def without_nulls(block: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in block.items() if value is not None}
+
+
 def check_client(folder: Path) -> None:
     names = list(ANSWERS)
     bodies = {name: message_body("msg_1", "m", ANSWERS[name], USAGE) for name in names}
@@ -470,7 +474,8 @@ def check_client(folder: Path) -> None:
         assert next(results) == events_of(stream_of(ANSWERS[name]))
     for name in names:
         final = next(results)
-        assert final["content"] == bodies[name]["content"], name
+        blocks = [without_nulls(block) for block in final["content"]]  # the oldest adds "citations": null to texts
+        assert blocks == bodies[name]["content"], name
         for key in ("id", "model", "role", "stop_reason", "stop_sequence"):
             assert final[key] == bodies[name][key]
         assert final["usage"] == bodies[name]["usage"]

@@ -14,6 +14,8 @@ from live_server import chat, events, idle, live, long_chat, slow, until
 
 from pellucid.inference.engine import Engine
 from pellucid.inference.request import SamplingParams
+from pellucid.server import answering
+from pellucid.server.serving import LONG_BODY_THREADS
 
 
 @pytest.fixture(scope="module")
@@ -279,6 +281,31 @@ def test_bodies_on_their_way_are_bounded(monkeypatch):
             one.close()
 
 
+def test_long_bodies_do_not_keep_short_ones_waiting(monkeypatch):
+    """However many come: reading and tokenising one takes seconds."""
+    read, begun, go_on = answering.admit, [], threading.Event()
+
+    def admit(generation, *more, **named):
+        if len(generation.messages[0]["content"]) > 20_000:
+            begun.append(1)
+            assert go_on.wait(30)
+        return read(generation, *more, **named)
+
+    monkeypatch.setattr(answering, "admit", admit)
+    with live() as server:
+        long = [server.open("/v1/chat/completions", chat("fox " * 6_000, max_tokens=1)) for _ in range(40)]
+        until(lambda: len(begun) == LONG_BODY_THREADS and server.service.num_open == 40)
+        for route in ("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"):
+            assert server.post(route, chat(max_tokens=1))[0] == 200
+        assert len(begun) == LONG_BODY_THREADS
+        for one in long[LONG_BODY_THREADS:]:
+            one.close()
+        until(lambda: server.service.num_open == LONG_BODY_THREADS)
+        go_on.set()
+        assert all(b" 400 " in one.recv(20) for one in long[:LONG_BODY_THREADS])  # it is longer than the window
+        assert len(begun) == LONG_BODY_THREADS  # nobody waited for the others any more
+
+
 def test_texts_that_wait_for_vectors_are_bounded_too(monkeypatch):
     with live(max_queue=1) as server:
         embedder = server.service.embedders["vectors"]
@@ -355,6 +382,20 @@ def test_a_fault_of_ours_tells_nothing_of_itself(server, caplog, monkeypatch):
             assert "secret" not in json.dumps(body) and "Zero" not in json.dumps(body)
             assert headers["x-request-id"] in caplog.text
     assert "/secret/path" in caplog.text
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/messages"])
+def test_a_grammar_that_cannot_be_followed_is_the_clients_mistake(server, route):
+    """The library finds out while the answer is written, each time anew: clients must not try again."""
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(900)}}
+    format_ = {"type": "json_schema", "json_schema": {"name": "wide", "schema": wide}, "schema": wide}
+    asked = chat(max_tokens=8, response_format=format_, output_config={"format": format_})
+    status, headers, body = server.post(route, asked)
+    assert status == 400 and "x-should-retry" not in headers and body["error"]["type"] == "invalid_request_error"
+    assert body["error"]["message"].startswith("the grammar cannot be followed further: ")
+    told = events(server.post(route, asked | {"stream": True})[2])
+    assert told[-1]["error"]["type"] == "invalid_request_error"
+    assert until(lambda: idle(server.engine))
 
 
 def test_the_log_holds_no_text_of_clients_unless_asked(caplog):

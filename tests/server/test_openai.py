@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from vendor_clients import Case, ask, generations, newest
 
 from pellucid.errors import RequestError
-from pellucid.server import openai
+from pellucid.server import openai, openai_sampling
 from pellucid.server.errors import ApiError, unavailable
 from pellucid.server.fields import decode_body
 from pellucid.server.generation import Ending, Generation, Grammar, Piece, TokenText, Tool, ToolChoice, Usage
@@ -84,6 +84,31 @@ def test_edges_of_ranges_are_in_and_what_is_past_them_is_not() -> None:
             chat(**{name: value})
         refused(f"{kind}_below_min_value", name, parse_chat, {"model": "m", "messages": HELLO, name: low - step})
         refused(f"{kind}_above_max_value", name, parse_chat, {"model": "m", "messages": HELLO, name: high + step})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty", "n", "seed", "min_tokens"],
+)
+def test_a_number_of_hundreds_of_digits_is_out_of_range(name: str) -> None:
+    for value in (10**400, -(10**400)):
+        with pytest.raises(ApiError) as caught:
+            chat(**{name: value})
+        assert caught.value.status == 400 and caught.value.param == name
+    refused(
+        "decimal_above_max_value",
+        "logit_bias.5",
+        parse_chat,
+        {"model": "m", "messages": HELLO, "logit_bias": {"5": 10**400}},
+    )
+
+
+def test_a_long_regular_expression_or_grammar_is_refused() -> None:
+    for kind in ("regex", "grammar"):
+        text = "a" * openai_sampling.MAX_GRAMMAR_LENGTH
+        assert chat(response_format={"type": kind, kind: text}).grammar is not None
+        body = {"model": "m", "messages": HELLO, "response_format": {"type": kind, kind: text + "a"}}
+        refused("string_above_max_length", f"response_format.{kind}", parse_chat, body)
 
 
 def test_minus_one_and_zero_keep_all_tokens() -> None:

@@ -2,7 +2,8 @@
 
 from pellucid.train.strategies.base import LossOutput, MakesBatches, Strategy, UsesRun, metrics_of, reads_of, unit_of
 from pellucid.train.strategies.dpo import Dpo, DpoOptions
-from pellucid.train.strategies.grpo import Grpo, GrpoOptions
+from pellucid.train.strategies.grpo import Grpo
+from pellucid.train.strategies.grpo_options import GrpoOptions
 from pellucid.train.strategies.pretrain import Pretrain, PretrainOptions
 from pellucid.train.strategies.sft import Sft, SftOptions
 

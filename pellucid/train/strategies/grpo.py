@@ -6,7 +6,6 @@ answers with their rewards. `Grpo.make_batches` turns either into the rows that 
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +14,8 @@ from torch import Tensor
 
 from pellucid.data.batches import Batch
 from pellucid.data.records import PromptBatch, Prompts, RolloutBatch
-from pellucid.errors import ConfigError
 from pellucid.model import Transformer
 from pellucid.registry import register
-from pellucid.train.callbacks import Callback, StepInfo
 from pellucid.train.experience import (
     Answer,
     ExperienceBatch,
@@ -28,13 +25,11 @@ from pellucid.train.experience import (
     from_tensors,
     keep_scores,
     stored_answers,
-    summary,
     to_json,
     to_tensors,
 )
 from pellucid.train.forward import bare_model, predict
 from pellucid.train.grpo_losses import (
-    Advantage,
     Denominator,
     clipped_policy_loss,
     k3,
@@ -46,82 +41,14 @@ from pellucid.train.precision import autocast
 from pellucid.train.ranks import on_every_rank
 from pellucid.train.reference import Reference
 from pellucid.train.reward_pool import Judged, RewardPool
-from pellucid.train.rewards import check_reward
 from pellucid.train.rollout import answer_prompts
 from pellucid.train.routing import routing_sums
 from pellucid.train.strategies.base import LossOutput
+from pellucid.train.strategies.grpo_options import GrpoOptions
+from pellucid.train.strategies.grpo_run import GrpoState, check_run
 
 if TYPE_CHECKING:
-    from pellucid.train.loop import Trainer
     from pellucid.train.setup import Setup
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GrpoOptions:
-    """Reinforcement learning from rewards of whole answers; Shao et al. 2024, arXiv:2402.03300."""
-
-    rewards: tuple[str, ...] = ()
-    """What answers are worth, added up: registered names, such as "exact_match", or "module:function". Online only."""
-    reward_timeout_s: float = 10.0
-    """Seconds that one reward may take over one answer."""
-    reward_workers: int = 2
-    """Processes of each rank that rewards run in."""
-    completions: int = 8
-    """Answers to each prompt: the group. Online only; of stored rollouts a group is what is stored."""
-    max_tokens: int = 256
-    """Tokens of an answer at most, less where the window ends; also the divisor of denominator "constant"."""
-    temperature: float = 1.0
-    """Of sampling, and of every log-probability in the loss."""
-    kv_gb: float = 1.0
-    """Keys and values of a rollout, 10^9 bytes at most, freed behind it; answers that do not fit wait."""
-    updates: int = 1
-    """Optimizer steps that learn from the same answers."""
-    advantage: Advantage = "grpo"
-    """"grpo" divides by the standard deviation of a group's rewards, "dr_grpo" (arXiv:2503.20783) does not."""
-    denominator: Denominator = "sequence"
-    """A mean over the answers of their mean over tokens; "token": over all tokens alike (arXiv:2503.14476); "constant": the sum
-    of each answer over max_tokens (Dr. GRPO, arXiv:2503.20783)."""
-    clip_low: float = 0.2
-    """A ratio below 1 - clip_low gets no gradient from an answer that is worse than its group."""
-    clip_high: float = 0.2
-    """A ratio above 1 + clip_high gets none from one that is better."""
-    kl_coef: float = 0.04
-    """Weight of the divergence from the reference; 0: no reference is held."""
-    reference_model: str = ""
-    """The reference; "": the model as it is before the first step, with [lora] the base without the adapter."""
-    reference_every: int = 0
-    """Optimizer steps after which the reference becomes the model as it is then; 0: never."""
-
-    def __post_init__(self) -> None:
-        for name in ("updates", "max_tokens", "reward_workers"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"strategy.{name} must be at least 1, got {getattr(self, name)}")
-        if self.completions < 2:
-            raise ConfigError(
-                f"strategy.completions is {self.completions}, and an answer is only better or worse than others to its prompt; "
-                "take at least 2"
-            )
-        for name in ("temperature", "reward_timeout_s", "kv_gb"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"strategy.{name} must be positive and finite, got {getattr(self, name)}")
-        for name in ("kl_coef", "clip_high"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"strategy.{name} must be finite and not negative, got {getattr(self, name)}")
-        if not 0 <= self.clip_low <= 1:
-            raise ConfigError(f"strategy.clip_low must be in [0, 1], got {self.clip_low}")
-        if self.reference_every < 0 or self.reference_every % self.updates:
-            raise ConfigError(
-                f"strategy.reference_every is {self.reference_every} and must be a multiple of strategy.updates "
-                f"({self.updates}): a reference stays as it is while steps learn from the same answers"
-            )
-        if self.reference_every and (self.reference_model or not self.kl_coef):
-            key = "reference_model" if self.reference_model else "kl_coef"
-            raise ConfigError(
-                f"strategy.reference_every is {self.reference_every} and strategy.{key} is {getattr(self, key)!r}: only a copy of "
-                f"the model itself can follow it; set reference_every to 0"
-            )
-        for name in self.rewards:
-            check_reward(name)
 
 
 @register("strategy", "grpo", config=GrpoOptions)
@@ -147,6 +74,7 @@ class Grpo:
         self._setup: Setup | None = None
         self._reference: Reference | None = None
         self._pool: RewardPool | None = None
+        self._online = False
         self.answers: dict[int, list[Answer]] = {}
         """Of the step under way, or of the last one, to the prompts of all ranks."""
         self.rollout_seconds: float | None = None
@@ -162,18 +90,12 @@ class Grpo:
     # -- the run --------------------------------------------------------------------------------------------
 
     def begin(self, setup: "Setup", folder: Path | None) -> None:
-        online = isinstance(setup.loader.windows, Prompts)
-        _check_run(setup, self.options, online=online)
-        self._setup = setup
+        self._setup, self._online = setup, isinstance(setup.loader.windows, Prompts)
+        check_run(setup, self.options, online=self._online)
         if self.options.kl_coef:
             self._reference = Reference(setup, self.options.reference_model, live=True, folder=folder)
-        if online:
-            self._pool = RewardPool(
-                self.options.rewards,
-                plugins=setup.config.plugins,
-                timeout_s=self.options.reward_timeout_s,
-                workers=self.options.reward_workers,
-            )
+        if self._online:
+            self._open_pool()
         setup.callbacks.append(GrpoState(self))
 
     def make_batches(
@@ -202,6 +124,8 @@ class Grpo:
         rows = experience(answers, context=self._context(), scale=1.0)
         if self._reference is not None:
             keep_scores(answers, "reference", self._reference_scores(rows), rows.loss_mask)
+        if self._online and self.options.temperature != 1:
+            self._keep_trainer_scores(answers, rows)
         return experience(answers, context=self._context(), scale=1.0).to(batch.group_ids.device)
 
     def take(self, answers: Sequence[Answer]) -> None:
@@ -221,7 +145,7 @@ class Grpo:
     def validate(self, model: Transformer, batch: ExperienceBatch) -> LossOutput:
         """Of prompts: minus the reward of the likeliest answer. Of stored answers: the loss, a mean of each answer's mean."""
         output = self._loss(model, batch, "sequence")
-        return output if self._pool is None else output._replace(sum=-output.metrics["reward"])
+        return output if not self._online else output._replace(sum=-output.metrics["reward"])
 
     def example(self, batch: Batch) -> ExperienceBatch:
         """Groups of the shape of ``batch``, whose values nobody reads."""
@@ -280,7 +204,7 @@ class Grpo:
 
     def _draw(self, batch: PromptBatch, step: int, *, best: bool) -> list[Answer]:
         """Answers of the model as it is, with their rewards; the likeliest one to each prompt, or a group."""
-        assert self._setup is not None and self._pool is not None, "begin() comes first"
+        assert self._setup is not None, "begin() comes first"
         options = self.options
         real = [i for i, group in enumerate(batch.group_ids.tolist()) if group >= 0]
         groups = [int(batch.group_ids[i]) for i in real]
@@ -297,7 +221,7 @@ class Grpo:
                 judged.append(Judged(asked, one.text, record))
                 learnt = [False] * len(prompt) + [True] * len(one.ids)
                 answers.append(Answer(group, [*prompt, *one.ids], learnt, [], one.ended, sampler=one.logprobs))
-        for answer, rewards in zip(answers, self._pool.score(judged), strict=True):
+        for answer, rewards in zip(answers, self._open_pool().score(judged), strict=True):
             answer.rewards = rewards
         return answers
 
@@ -317,26 +241,29 @@ class Grpo:
     def _score(self, window: Sequence[PromptBatch | RolloutBatch]) -> None:
         """Write down what the trainer's forward and the reference say of this rank's answers, before the first update. ★"""
         assert self._setup is not None
-        setup, temperature = self._setup, self.options.temperature
-        online = self._pool is not None
-        keeps = self.options.updates > 1 or (online and temperature != 1)
+        keeps = self.options.updates > 1 or (self._online and self.options.temperature != 1)
         for batch in window:
             answers, rows = self._of(batch), self._rows(batch)
             if self._reference is not None:
                 keep_scores(answers, "reference", self._reference_scores(rows), rows.loss_mask)
-            if not keeps:
-                continue
-            with autocast(setup.device, setup.dtype):
-                logits = predict(setup.model, rows.rollout).logits
-                now = token_log_probs(logits, rows.rollout.targets, temperature=temperature)
-                as_sampled = token_log_probs(logits, rows.rollout.targets) if online else now
-            keep_scores(answers, "trainer", as_sampled, rows.loss_mask)
-            if rows.old is None:
-                keep_scores(answers, "old", now, rows.loss_mask)
+            if keeps:
+                self._keep_trainer_scores(answers, rows)
         if self.options.updates > 1:  # whoever saves has them all
             mine = [answer for batch in window for answer in self._of(batch)]
             parts = on_every_rank(lambda: to_json(mine), tag="rollout/scores")
             self.take([answer for part in parts for answer in from_json(part)])
+
+    def _keep_trainer_scores(self, answers: Sequence[Answer], rows: ExperienceBatch) -> None:
+        """Write down what the model says of rows now, and as the old policy's word unless there is one."""
+        assert self._setup is not None
+        setup, rollout = self._setup, rows.rollout.to(self._setup.device)
+        with autocast(setup.device, setup.dtype):
+            logits = predict(setup.model, rollout).logits
+            now = token_log_probs(logits, rollout.targets, temperature=self.options.temperature)
+            as_sampled = token_log_probs(logits, rollout.targets) if self._online else now
+        keep_scores(answers, "trainer", as_sampled, rows.loss_mask)
+        if rows.old is None:
+            keep_scores(answers, "old", now, rows.loss_mask)
 
     def _reference_scores(self, rows: ExperienceBatch) -> Tensor:
         assert self._reference is not None and self._setup is not None
@@ -387,74 +314,16 @@ class Grpo:
         """End the processes that rewards run in."""
         if self._pool is not None:
             self._pool.close()
+            self._pool = None
 
-
-class GrpoState(Callback):
-    """Keeps `Grpo.state` in checkpoints, writes rollouts into the log, and ends the reward processes with the run.
-
-    A line ``{"event": "rollout", "step", ...}`` has what `summary` says, ``seconds`` and ``tokens_per_s`` of drawing and
-    judging, and ``update_tokens_per_s`` of the rest of the step.
-    """
-
-    name = "grpo"
-
-    def __init__(self, strategy: Grpo) -> None:
-        self.strategy = strategy
-
-    def on_optimizer_step(self, trainer: "Trainer", info: StepInfo) -> None:
-        strategy, seconds = self.strategy, self.strategy.rollout_seconds
-        if seconds is None:
-            return
-        answers = [answer for group in strategy.answers.values() for answer in group]
-        names = strategy.options.rewards
-        drawn, read = sum(a.num_learnt for a in answers), sum(len(a.ids) - 1 for a in answers)
-        trainer.log({
-            "event": "rollout", "step": info.step, "answers": len(answers), **summary(answers, names), "seconds": seconds,
-            "tokens_per_s": drawn / seconds, "update_tokens_per_s": read / max(info.seconds - seconds, 1e-9),
-        })  # fmt: skip
-
-    def on_train_end(self, trainer: "Trainer", info: Any) -> None:
-        self.strategy.close()
-
-    def on_error(self, trainer: "Trainer", info: BaseException) -> None:
-        self.strategy.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.strategy.state()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.strategy.load_state(state)
-
-
-def _check_run(setup: "Setup", options: GrpoOptions, *, online: bool) -> None:
-    """`ConfigError` for what GRPO cannot do in this run."""
-    config = setup.config
-    if setup.executor.shards_weights:
-        raise ConfigError(
-            f"parallel.mode is {config.parallel.mode}, which shards weights, and grpo needs them whole on each rank to answer "
-            'prompts; choose "zero2" (gradients and optimizer state sharded), "zero1", "ddp" or "none"'
-        )
-    if config.model.dropout or (config.lora is not None and config.lora.dropout):
-        key = "model.dropout" if config.model.dropout else "lora.dropout"
-        raise ConfigError(
-            f"{key} is not 0, and grpo compares the model with the sampler, which drops nothing; set {key} to 0"
-        )
-    if config.train.compile:
-        raise ConfigError("train.compile is on, and rows of answers are of another length in each step; leave it off")
-    if options.reference_every and config.lora is not None:
-        raise ConfigError(
-            f"strategy.reference_every is {options.reference_every}, and with [lora] the reference is the base, which stays as it "
-            "is; set it to 0"
-        )
-    if online and not options.rewards:
-        raise ConfigError(
-            'strategy.rewards is empty, and prompts are answered for rewards; name some, such as ["exact_match"] or '
-            '["mymodule:reward"]'
-        )
-    if online and setup.tokenizer is None:
-        raise ConfigError("grpo has rewards read answers as text, and the data has no tokenizer; prepare it with one")
-    if not online and options.rewards:
-        raise ConfigError(
-            f"strategy.rewards is {', '.join(options.rewards)}, and the data has answers with rewards of their own; leave it out, "
-            "or prepare prompts without responses"
-        )
+    def _open_pool(self) -> RewardPool:
+        """The processes that rewards run in; new ones where they have been ended: a finished run may be validated again."""
+        if self._pool is None:
+            assert self._setup is not None
+            self._pool = RewardPool(
+                self.options.rewards,
+                plugins=self._setup.config.plugins,
+                timeout_s=self.options.reward_timeout_s,
+                workers=self.options.reward_workers,
+            )
+        return self._pool

@@ -272,8 +272,10 @@ CANONICAL = dict(
 )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    "dtype, temperature",
+    [("float32", 1.0), ("bfloat16", 1.0), ("float32", 0.7), pytest.param("bfloat16", 0.7, marks=pytest.mark.slow)],
+)
 def test_with_canonical_attention_the_first_ratio_is_exactly_one(prompts, ratios, dtype, temperature):
     """And the engine told, token by token and all answers together, what the trainer's forward says, to the bit."""
     trainer, seen = run(prompts, train__dtype=dtype, strategy__temperature=temperature, **CANONICAL)
@@ -370,6 +372,14 @@ def test_rewards_rise(prompts, tmp_path):
         and seen.validations[-1].loss < -0.7
     )
     assert seen.validations[-1].unit == "sequences" and seen.validations[-1].tokens == 7
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_a_finished_run_can_be_validated_again(prompts, temperature):
+    trainer, seen = run(prompts, train__val_every=4, strategy__temperature=temperature)
+    again = trainer.validate()
+    assert again == seen.validations[-1] and again.metrics["kl_sampler"] < 1e-9 and trainer.model.training
+    trainer.setup.strategy.close()
 
 
 def test_equal_rewards_leave_the_policy_alone(prompts, tmp_path):
@@ -473,7 +483,7 @@ HALF = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("stop", [2, 8, 9])
+@pytest.mark.parametrize("stop", [2, 8, pytest.param(9, marks=pytest.mark.slow)])
 def test_a_run_stopped_among_its_updates_goes_on_to_the_bit(prompts, tmp_path, stop):
     """Stopped after the second update of a rollout (2, 8), with a reference that has changed (8, 9), and between two (9)."""
     whole, _ = run(prompts, tmp_path / "whole", **HALF)
