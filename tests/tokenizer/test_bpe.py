@@ -3,6 +3,8 @@
 import hashlib
 import json
 import pickle
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from transformers import AutoTokenizer
 
 from pellucid.errors import ConfigError, DataError, RequestError, StorageError
 from pellucid.tokenizer import Tokenizer, train_bpe
-from pellucid.tokenizer.bpe import MIN_VOCAB_SIZE
+from pellucid.tokenizer.bpe import LONG_TEXT, MIN_VOCAB_SIZE
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -148,6 +150,31 @@ def test_text_never_becomes_a_control_token_however_it_is_spelt(
         for text in (token, f"a{token}b", f" {token} ", token * 3, token[0] + token):
             assert controls.isdisjoint(tokenizer.encode(text)), text
             assert controls.isdisjoint(tokenizer.encode_batch([text])[0]), text
+
+
+def test_a_long_text_lets_other_threads_run_and_has_the_ids_of_a_short_one(foreign: dict[str, Path]) -> None:
+    """A server tokenises what clients send while its other answers go on."""
+    tokenizer = Tokenizer.load(foreign["llama3"])
+    words = "the fox asked 12 hens; " * 400
+    assert len(words) > LONG_TEXT > len("the fox asked 12 hens; ")
+    hf = HF.from_str((foreign["llama3"] / "tokenizer.json").read_text(encoding="utf-8"))
+    assert tokenizer.encode(words) == hf.encode(words, add_special_tokens=False).ids
+    text, gaps, ended = words * 100, [0.0], threading.Event()
+
+    def tick() -> None:
+        while not ended.is_set():
+            began = time.monotonic()
+            time.sleep(0.001)
+            gaps.append(time.monotonic() - began)
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    began = time.monotonic()
+    tokenizer.encode(text)
+    seconds = time.monotonic() - began
+    ended.set()
+    ticking.join()
+    assert seconds > 0.05 and max(gaps) < seconds / 2  # held back, the other thread would have had one long gap
 
 
 def test_a_token_named_in_the_config_is_a_control_token_though_the_vocabulary_calls_it_plain(
