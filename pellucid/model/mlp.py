@@ -33,10 +33,17 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.joined is not None:
             gate, up = self.joined(x).chunk(2, dim=-1)
-            packed: Tensor = self.down_proj(F.silu(gate) * up)
+            packed: Tensor = self.down_proj(_silu_alike(gate) * up)
             return packed
         # joined, the halves of the product are strided, which only pays where x is cast before each product
         join = self.join and torch.is_autocast_enabled(x.device.type)
         gate, up = linear_together(x, (self.gate_proj, self.up_proj), join=join)
-        out: Tensor = self.down_proj(F.silu(gate) * up)
+        alike = not self.join or not torch.is_grad_enabled()
+        out: Tensor = self.down_proj((_silu_alike(gate) if alike else F.silu(gate)) * up)
         return out
+
+
+def _silu_alike(gate: Tensor) -> Tensor:
+    """Of every row alike, however many there are: torch rounds the last numel % 32 elements by another routine."""
+    width = gate.shape[-1]
+    return F.silu(gate) if width % 32 == 0 else F.silu(F.pad(gate, (0, -width % 32)))[..., :width]

@@ -129,6 +129,11 @@ def test_packed_bfloat16_weights_give_the_bits_of_the_trainers_forward(kind):
     check_against_trainer(kind, torch.bfloat16, engine_of=exact(packed))
 
 
+@pytest.mark.parametrize("width", [24, 50])
+def test_a_width_that_is_no_multiple_of_a_vector_gives_the_bits_of_the_trainers_forward(width):
+    check_against_trainer("gqa", torch.float32, lengths=(1, 2, 17, 18, 33), intermediate_size=width)
+
+
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_packed_weights_give_the_same_bits_alone_and_in_any_company(weights):
     model = tiny("gqa", torch.bfloat16)
