@@ -10,7 +10,7 @@ import time
 import pytest
 from live_server import events, idle, live, long_chat, until
 
-SECONDS = float(os.environ.get("PELLUCID_SOAK_SECONDS", "60"))
+SECONDS = float(os.environ.get("PELLUCID_SOAK_SECONDS", "120"))
 """`make soak` sets ten minutes."""
 CONNECTIONS = 16
 GROWTH = 24e6
