@@ -27,8 +27,8 @@ STEPS = 24
 SAMPLING = "pellucid: sampling"
 REST = "norms, rotary, elementwise"
 GROUPS = {
-    "linears": ("mm", "linear", "addmm", "matmul", "bmm", "int4pack", "int8pack", "gemm", "mkldnn"),
-    "attention": ("scaled_dot_product", "softmax", "flash"),
+    "attention": ("scaled_dot_product", "softmax", "flash", "bmm"),
+    "linears": ("mm", "linear", "addmm", "matmul", "int4pack", "int8pack", "gemm", "mkldnn"),
     "compiled code": ("compiled", "inductor", "cpp_fused"),
     "cache gather and write": ("index_select", "index_copy", "index_put", "gather", "scatter", "aten::index"),
 }
@@ -44,7 +44,7 @@ def profile(folder: Path, variants: Mapping[str, Mapping[str, Any]], threads: in
     print(f"\n## a decode step after prompts of {PROMPT} tokens, ms\n\nmemory gives {told} threads\n")
     print(f"| | sequences | wall | wall, profiled | {' | '.join(names)} | operators | of the roofline |")
     print("|---" * (len(names) + 6) + "|")
-    for weights in (None, "int4"):
+    for weights in ("bf16", "int4"):
         model = load_model(folder, device="cpu", dtype="bfloat16", weights=weights).model
         for variant, options in variants.items():
             for sequences in (1, 8):
@@ -54,7 +54,7 @@ def profile(folder: Path, variants: Mapping[str, Mapping[str, Any]], threads: in
                 assert bound is not None
                 wall, spent, operators = profiled(model, engine, sequences)
                 spent["Python and dispatch"] = wall - sum(spent.values())
-                cells = [f"{weights or 'bf16'} {variant}", str(sequences), f"{1e3 * decode.seconds / decode.steps:.2f}"]
+                cells = [f"{weights} {variant}", str(sequences), f"{1e3 * decode.seconds / decode.steps:.2f}"]
                 cells += [f"{1e3 * wall:.2f}", *(f"{1e3 * spent.get(name, 0.0):.2f}" for name in names)]
                 print(f"| {' | '.join([*cells, f'{operators:,}', f'{bound.share:.0%}'])} |", flush=True)
 

@@ -20,7 +20,7 @@ GLIBC_SETTINGS = {
 }
 """Never map a block of its own, never give memory back: where neither library is installed."""
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
-"""Of glibc's tunables: ask for pages of 2 MiB. Weights are read 1.05 to 1.15 times as fast; training, which writes, is slower."""
+"""Of glibc's tunables: ask for pages of 2 MiB. Weights are read faster; training, which writes, is slower."""
 MARK = "PELLUCID_ALLOCATOR"
 """Set in the environment once the choice is made; "none" there beforehand leaves everything as it is."""
 

@@ -1,7 +1,7 @@
 """Linear layers whose weights are packed for multiplying only, by torch's own kernels for the CPU: of 16, 8 or 4 bits.
 
-16 bits are bfloat16 in the order in which oneDNN reads them fastest: decoding is 1.2 to 2 times as fast, and each result has the
-bits that `torch.nn.functional.linear` gives (measured with AVX512-BF16, 1 to 512 rows).
+16 bits are bfloat16 in the order in which oneDNN reads them fastest; each result has the bits that
+`torch.nn.functional.linear` gives (measured with AVX512-BF16, 1 to 512 rows).
 
 Inside a layer of 8 or 4 bits activations are bfloat16, whatever comes in: the kernels take float32 too, but one number at a
 time, 10 to 60 times slower. Scales are rounded to bfloat16 first and the weights divided by what they became, so rounding adds

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from pellucid.cli import allocator
+from pellucid.cli import allocator, build_parser
 
 FAULTS = """
 import resource, torch
@@ -61,3 +61,19 @@ def test_the_command_is_started_again_once(monkeypatch, installed, tmp_path):
     monkeypatch.setenv(allocator.MARK, "none")
     allocator.keep_memory()
     assert len(started) == 1
+
+
+def test_inference_asks_for_huge_pages_beside_what_the_environment_asks_for(monkeypatch):
+    monkeypatch.setattr(allocator, "find", lambda: None)
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
+    assert "GLIBC_TUNABLES" not in allocator.settings()
+    assert allocator.settings(huge_pages=True)["GLIBC_TUNABLES"] == f"glibc.malloc.check=0:{allocator.HUGE_PAGES}"
+
+
+def test_commands_that_answer_ask_for_huge_pages_and_training_does_not():
+    parser = build_parser()
+    purposes = {
+        words: parser.parse_args(words.split()).allocator
+        for words in ("generate M --prompt x", "chat M", "serve M", "bench serve M", "train c.toml")
+    }
+    assert list(purposes.values()) == ["inference"] * 4 + ["training"]
