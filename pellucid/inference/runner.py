@@ -16,6 +16,7 @@ from torch import Tensor
 from pellucid.inference.paged import PagedAttend, PagedCache, Span
 from pellucid.inference.sequence import Chunk
 from pellucid.model import Transformer
+from pellucid.model.lora import lora_of
 from pellucid.model.moe import MixtureOfExperts
 from pellucid.model.quantize import least_rows
 
@@ -114,7 +115,10 @@ class ModelRunner:
 @contextmanager
 def evaluating(model: Transformer, experts: Iterable[MixtureOfExperts], *, exact: bool) -> Iterator[None]:
     """Without dropout; with ``exact``, experts compute each token alike whatever else is in the call."""
-    training = model.training
+    lora = lora_of(model)
+    training = model.training and bool(
+        model.config.dropout or (lora is not None and lora.dropout)
+    )  # else it is all the same
     with ExitStack() as stack:
         for module in experts:
             stack.enter_context(module.computing(exact=exact))

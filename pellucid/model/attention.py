@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pellucid.config import ModelConfig
 from pellucid.model.layers import RMSNorm, linear_together
-from pellucid.model.rope import rotate
+from pellucid.model.rope import rotate, rotate_
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +79,16 @@ class Attention(nn.Module):
         return KVSpec(self.kv_heads, self.head_dim, self.head_dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """x ``[..., D]``, cos and sin ``[..., d / 2]`` (leading dims broadcast) -> ``[..., D]``."""
+        """x ``[..., D]``, cos and sin ``[..., 1, d]`` (leading dims broadcast) -> ``[..., D]``."""
         heads, kv_heads = self.heads, self.kv_heads
         if self.joined is not None:
-            all_heads = self.joined(x).unflatten(-1, (heads + 2 * kv_heads, self.head_dim))
-            turning, v = all_heads.split((heads + kv_heads, kv_heads), dim=-2)
+            made = self.joined(x).unflatten(-1, (-1, self.head_dim))
+            turning = made.narrow(-2, 0, heads + kv_heads)
             if self.q_norm is not None and self.k_norm is not None:
                 turning = torch.cat([self.q_norm(turning[..., :heads, :]), self.k_norm(turning[..., heads:, :])], -2)
-            q, k = rotate(turning, cos, sin).split((heads, kv_heads), dim=-2)
+            rotate_(turning, cos, sin)
+            q, k = turning.narrow(-2, 0, heads), turning.narrow(-2, heads, kv_heads)
+            v = made.narrow(-2, heads + kv_heads, kv_heads)
         else:
             q, k, v = linear_together(x, (self.q_proj, self.k_proj, self.v_proj), join=self.join)
             q = q.unflatten(-1, (heads, self.head_dim))

@@ -2,7 +2,7 @@
 
 A kernel's order of additions depends on the shapes it is given. Here they never vary where it matters: keys are padded with
 masked rows to a number that the position alone decides (`padded_keys`), and the mask is explicit. In bfloat16 attention is
-two batched products (`masked_attention`), which round a row alike in any number of rows but one; in float32 it is torch's
+two batched products (`in_two_products`), which round a row alike in any number of rows but one; in float32 it is torch's
 fused kernel on tiles of `TILE` query rows at positions that are multiples of it. Measured on torch 2.13; matrix products
 elsewhere in the model need at least `matmul_rows` rows as well.
 
@@ -28,6 +28,8 @@ SMALL_PRODUCT = 4096
 """Multiplications up to which torch computes a bfloat16 product in another way."""
 MAX_SCORES = 2**23
 """Scores that are held at a time."""
+Biases = dict[tuple[int, int | None], Tensor]
+"""What is added to the scores of rows from there on with that window."""
 
 
 def matmul_rows(dtype: torch.dtype) -> int:
@@ -51,14 +53,25 @@ def padded_keys(end: int) -> int:
 
 
 def canonical_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, start: int, scale: float, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    start: int,
+    scale: float,
+    window: int | None = None,
+    biases: Biases | None = None,
 ) -> Tensor:
     """Causal attention of rows ``[n, H, d]`` of one sequence over its keys ``[L, K, d]`` and values -> ``[n, H, d]``.
 
-    Values may have another width than keys, and give it to the result. ``window``: how many tokens a row sees, itself
-    included; None: all before it.
+    Values may have another width than keys, and give it to the result.
+
+    Args:
+        window: how many tokens a row sees, itself included; None: all before it.
+        biases: kept from a call to the next of the same rows, in another layer of as many heads.
     """
     stop, width = start + q.shape[0], v.shape[-1]
+    biases = {} if biases is None else biases
     attend = _attend_in_products if in_products(q.dtype) else _attend_in_tiles
     if not in_products(q.dtype):
         q, k, v = of_one_width(q, k, v)
@@ -67,38 +80,26 @@ def canonical_attention(
         first, last = max(start, low), min(stop, high)
         if first < last:
             rows = q[first - start : last - start]
-            outs.append(attend(rows, k[:last], v[:last], start=first, scale=scale, window=window))
+            outs.append(attend(rows, k[:last], v[:last], first, scale, window, biases))
     return (outs[0] if len(outs) == 1 else torch.cat(outs))[..., :width]
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """Rows ``[B, n, H, d]`` over keys ``[B, K, S, d]`` and values ``[B, K, S, e]`` -> ``[B, n, H, e]``.
+def in_two_products(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Rows ``[B, n, d]`` over keys ``[B, S, d]`` and values ``[B, S, e]`` -> ``[B, n, e]``.
 
-    Scores are rounded to the type that comes in, their softmax is computed in float32.
+    Scores and their softmax are rounded to the type that comes in, and computed in float32.
 
     Args:
-        bias: float32 ``[B, n, S]``, 0 where a row sees a key and -inf where not; each sees one at least.
+        bias: of that type, ``[1 or B, 1 or n, S]``, 0 where a row sees a key and -inf where not; each sees one at least.
     """
-    batch, rows, heads, width = q.shape
-    kv_heads, keys = k.shape[1:3]
-    group = heads // kv_heads
-    # the query heads of a group stand as rows, so that keys are not repeated
-    stacked = q.view(batch, rows, kv_heads, group, width).transpose(1, 2).reshape(-1, rows * group, width)
-    missing = max(0, narrow_rows(keys * min(width, v.shape[-1])) - rows * group)
+    rows = q.shape[1]
+    missing = max(0, narrow_rows(k.shape[1] * min(k.shape[2], v.shape[2])) - rows)
     if missing:
-        stacked = F.pad(stacked, (0, 0, 0, missing))
-    scores = torch.bmm(stacked, k.reshape(-1, keys, width).transpose(1, 2))
-    if missing:
-        scores = scores[:, : rows * group]
-    # scores that the type has rounded, times the scale in float32
-    wide = torch.add(bias[:, None, :, None], scores.view(batch, kv_heads, rows, group, keys), alpha=scale)
-    weights = wide.softmax(-1).to(v.dtype).view(-1, rows * group, keys)
-    if missing:
-        weights = F.pad(weights, (0, 0, 0, missing))
-    out = torch.bmm(weights, v.reshape(-1, keys, v.shape[-1]))
-    if missing:
-        out = out[:, : rows * group]
-    return out.view(batch, kv_heads, rows, group, -1).transpose(1, 2).reshape(batch, rows, heads, -1)
+        q = F.pad(q, (0, 0, 0, missing))
+        bias = bias if bias.shape[1] == 1 else F.pad(bias, (0, 0, 0, missing))
+    weights = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=scale).softmax(-1)
+    out = torch.bmm(weights, v)
+    return out[:, :rows] if missing else out
 
 
 def seen(positions: Tensor, keys: int, window: int | None) -> Tensor:
@@ -114,18 +115,34 @@ def as_bias(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
-def _attend_in_products(q: Tensor, k: Tensor, v: Tensor, *, start: int, scale: float, window: int | None) -> Tensor:
+def _attend_in_products(
+    q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int | None, biases: Biases
+) -> Tensor:
     """Rows that all have as many keys."""
-    n = q.shape[0]
-    keys = padded_keys(start + n)
-    k, v = (F.pad(x, (0, 0, 0, 0, 0, keys - start - n)).transpose(0, 1)[None] for x in (k, v))
-    bias = as_bias(seen(torch.arange(start, start + n, device=q.device), keys, window))
-    together = max(1, MAX_SCORES // (q.shape[1] * keys))
-    parts = zip(q.split(together), bias.split(together), strict=True)
-    return torch.cat([masked_attention(rows[None], k, v, part[None], scale)[0] for rows, part in parts])
+    n, heads, width = q.shape
+    kv_heads = k.shape[1]
+    group, keys = heads // kv_heads, padded_keys(start + n)
+    k, v = (F.pad(x, (0, 0, 0, 0, 0, keys - start - n)).transpose(0, 1) for x in (k, v))
+    # the query heads of a group stand as rows, so that keys are not repeated
+    stacked = q.view(n, kv_heads, group, width).transpose(0, 1).reshape(kv_heads, n * group, width)
+    together = max(1, MAX_SCORES // (heads * keys))
+    outs = []
+    for first in range(0, n, together):
+        last = min(n, first + together)
+        bias = biases.get((start + first, window))
+        if bias is None:
+            bias = as_bias(seen(torch.arange(start + first, start + last, device=q.device), keys, window), q.dtype)
+            bias = bias.repeat_interleave(group, 0)[None]
+            if last - first == n:  # of longer texts it would be large
+                biases[start, window] = bias
+        outs.append(in_two_products(stacked[:, first * group : last * group], k, v, bias, scale))
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+    return out.reshape(kv_heads, n, group, -1).transpose(0, 1).reshape(n, heads, -1)
 
 
-def _attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, *, start: int, scale: float, window: int | None) -> Tensor:
+def _attend_in_tiles(
+    q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int | None, biases: Biases
+) -> Tensor:
     """Rows whose tiles all have as many keys."""
     n = q.shape[0]
     first = start // TILE * TILE
@@ -136,12 +153,14 @@ def _attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, *, start: int, scale: floa
     keys = padded_keys(end)
     q = F.pad(q, (0, 0, 0, 0, lead, tail)).view(tiles, TILE, *q.shape[1:]).transpose(1, 2)  # [tiles, H, TILE, d]
     k, v = (F.pad(x, (0, 0, 0, 0, 0, keys - start - n)).transpose(0, 1) for x in (k, v))  # [K, keys, d]
-    mask = seen(torch.arange(first, end, device=q.device).view(tiles, 1, TILE), keys, window)
+    if (start, window) not in biases:
+        mask = seen(torch.arange(first, end, device=q.device).view(tiles, 1, TILE), keys, window)
+        biases[start, window] = as_bias(mask, q.dtype)
     out = F.scaled_dot_product_attention(
         q,
         k.expand(tiles, -1, -1, -1),
         v.expand(tiles, -1, -1, -1),
-        attn_mask=mask,
+        attn_mask=biases[start, window],
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[0],
     )

@@ -6,7 +6,7 @@ K experts; those of one expert are neighbours.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -79,20 +79,20 @@ class _Products(Protocol):
         """``[rows, D] -> [rows, I]``, the gradient of `narrow`."""
         ...
 
-    def of_widen(self, grad: Tensor, x: Tensor) -> list[Tensor]:
-        """The gradients of the gates and ups, ``[2 I, D]`` for each expert."""
+    def of_widen(self, grad: Tensor, x: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
+        """The gradients of gate and up, ``[I, D]`` each, of the first expert, of the second, ..., in that type."""
         ...
 
-    def of_narrow(self, grad: Tensor, inner: Tensor) -> list[Tensor]:
-        """The gradients of the downs, ``[D, I]`` for each expert."""
+    def of_narrow(self, grad: Tensor, inner: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
+        """The gradients of the downs, ``[D, I]`` for each expert, in that type."""
         ...
 
 
 class _Grouped:
     """One call for all experts."""
 
-    def __init__(self, wide: Tensor, down: Tensor, counts: list[int], dtype: torch.dtype) -> None:
-        self.wide, self.down = wide.to(dtype), down.to(dtype)
+    def __init__(self, wide: Tensor, down: Tensor, counts: list[int]) -> None:
+        self.wide, self.down = wide, down
         self.ends = torch.tensor(counts).cumsum(0).to(wide.device, torch.int32)
 
     def widen(self, x: Tensor) -> Tensor:
@@ -107,11 +107,12 @@ class _Grouped:
     def narrow_back(self, grad: Tensor) -> Tensor:
         return F.grouped_mm(grad, self.down, offs=self.ends)
 
-    def of_widen(self, grad: Tensor, x: Tensor) -> list[Tensor]:
-        return list(F.grouped_mm(grad.t(), x, offs=self.ends).unbind())
+    def of_widen(self, grad: Tensor, x: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
+        both = F.grouped_mm(grad.t(), x, offs=self.ends).to(dtype)
+        return both.view(2 * len(both), -1, both.shape[-1]).unbind()
 
-    def of_narrow(self, grad: Tensor, inner: Tensor) -> list[Tensor]:
-        return list(F.grouped_mm(grad.t(), inner, offs=self.ends).unbind())
+    def of_narrow(self, grad: Tensor, inner: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
+        return F.grouped_mm(grad.t(), inner, offs=self.ends).to(dtype).unbind()
 
 
 class _OneByOne:
@@ -152,11 +153,12 @@ class _OneByOne:
             torch.mm(grad[rows], down.to(self.dtype), out=out[rows])
         return out
 
-    def of_widen(self, grad: Tensor, x: Tensor) -> list[Tensor]:
-        return [torch.mm(grad[rows].t(), x[rows]) for rows in self._rows()]
+    def of_widen(self, grad: Tensor, x: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
+        products = (torch.mm(grad[rows].t(), x[rows]).to(dtype) for rows in self._rows())
+        return [half for both in products for half in both.chunk(2)]
 
-    def of_narrow(self, grad: Tensor, inner: Tensor) -> list[Tensor]:
-        return [torch.mm(grad[rows].t(), inner[rows]) for rows in self._rows()]
+    def of_narrow(self, grad: Tensor, inner: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
+        return [torch.mm(grad[rows].t(), inner[rows]).to(dtype) for rows in self._rows()]
 
     def _rows(self) -> list[slice]:
         ends, end = [], 0
@@ -180,55 +182,93 @@ def _products(experts: Sequence[Tensor], counts: list[int], min_rows: int, dtype
     if min_rows == 1 and aligned and known and hasattr(F, "grouped_mm"):
         found = stacked(experts)
         if found is not None:
-            return _Grouped(*found, counts, dtype)
+            return _Grouped(found[0].to(dtype), found[1].to(dtype), counts)
     return _OneByOne(experts, counts, min_rows, dtype)
+
+
+def _is_cast(products: _Products, experts: Sequence[Tensor]) -> TypeGuard[_Grouped]:
+    return isinstance(products, _Grouped) and products.wide.dtype != experts[0].dtype
+
+
+ROUND = 16
+"""Rows of an expert are filled up to a multiple of this where oneDNN multiplies: it makes a kernel for each new number of rows,
+and numbers change from step to step (measured at 64 experts and 1,024 tokens: half of the time of a step)."""
+
+
+class _Places:
+    """Where the rows of a token stand among those of all experts.
+
+    Args:
+        order: as in `mix`.
+        per_token: K.
+        counts: rows of each expert.
+        multiple: fill each expert's rows up to a multiple of this, with rows that count for nothing.
+    """
+
+    def __init__(self, order: Tensor, per_token: int, counts: list[int], multiple: int) -> None:
+        self.counts = [-(-count // multiple) * multiple for count in counts]
+        token = order // per_token
+        self.token, self.slot = token, torch.arange(len(order), device=order.device)
+        """Which token each row is of, and the row of each element of ``order``."""
+        filling = [full - count for full, count in zip(self.counts, counts, strict=True)]
+        if any(filling):
+            before = torch.tensor([0, *filling[:-1]]).cumsum(0).to(order.device)
+            self.slot += before.repeat_interleave(torch.tensor(counts).to(order.device), output_size=len(order))
+            self.token = token.new_zeros(sum(self.counts)).index_copy_(0, self.slot, token)
 
 
 class _Mix(torch.autograd.Function):
     """What is the same for all experts is one operation over all rows; only products go by expert.
 
-    Saves the inputs and one ``[N K, 2 I]``; rows are gathered again in backward.
+    Saves the inputs, one ``[N K, 2 I]`` and, as autocast does, weights that it cast; rows are gathered again in backward.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weights: Tensor, order: Tensor, counts: list[int], min_rows: int, *experts: Tensor
     ) -> Tensor:
-        products = _products(experts, counts, min_rows, x.dtype)
-        wide = products.widen(x.index_select(0, order // weights.shape[1]))
+        rounded = x.device.type == "cpu" and x.dtype == torch.bfloat16 and min_rows == 1
+        places = _Places(order, weights.shape[1], counts, ROUND if rounded else 1)
+        products = _products(experts, places.counts, min_rows, x.dtype)
+        wide = products.widen(x.index_select(0, places.token))
         gate, up = wide.chunk(2, dim=1)
         out = products.narrow(F.silu(gate).mul_(up))
-        ctx.save_for_backward(x, weights, order, wide, *experts)
-        ctx.counts = counts
-        return add_up(out, weights, order)
+        cast = (products.wide, products.down) if _is_cast(products, experts) else ()
+        ctx.save_for_backward(x, weights, order, wide, *cast, *experts)
+        ctx.places, ctx.num_cast = places, len(cast)
+        return add_up(out, weights, order, places.slot)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, order, wide, *experts = ctx.saved_tensors
-        token = order // weights.shape[1]
-        products = _products(experts, ctx.counts, 1, x.dtype)
+        x, weights, order, wide, *rest = ctx.saved_tensors
+        cast, experts = rest[: ctx.num_cast], rest[ctx.num_cast :]
+        token, slot, counts = ctx.places.token, ctx.places.slot, ctx.places.counts
+        products = _Grouped(cast[0], cast[1], counts) if cast else _products(experts, counts, 1, x.dtype)
         gate, up = wide.chunk(2, dim=1)
-        inner = F.silu(gate).mul_(up)
+        active = F.silu(gate)
+        inner = active * up
         grad_out = grad.index_select(0, token)
         grad_inner = products.narrow_back(grad_out)  # not yet weighted
         grad_weights = torch.empty_like(weights).flatten()
-        grad_weights[order] = _dot(grad_inner, inner).to(weights.dtype)
-        share = weights.flatten()[order].to(x.dtype).unsqueeze(-1)
+        grad_weights[order] = _dot(grad_inner, inner).to(weights.dtype)[slot]
+        share = x.new_zeros(len(token)).index_copy_(0, slot, weights.flatten()[order].to(x.dtype)).unsqueeze(-1)
         grad_inner *= share
         grad_out *= share
-        trained = ctx.needs_input_grad[5:]
-        downs = products.of_narrow(grad_out, inner) if any(trained) else []
+        trained, dtype = ctx.needs_input_grad[5:], experts[0].dtype
+        downs = products.of_narrow(grad_out, inner, dtype) if any(trained) else ()
         del grad_out
         grad_wide = torch.empty_like(wide)
         grad_gate, grad_up = grad_wide.chunk(2, dim=1)
-        torch.mul(grad_inner, F.silu(gate), out=grad_up)
+        torch.mul(grad_inner, active, out=grad_up)
         grad_gate.copy_(torch.ops.aten.silu_backward(grad_inner.mul_(up), gate))
-        wides = products.of_widen(grad_wide, x.index_select(0, token)) if any(trained) else []
-        grad_x = add_up(products.widen_back(grad_wide), torch.ones_like(weights), order)
-        grads = [g for w, down in zip(wides, downs, strict=True) for g in (*w.chunk(2), down)]
-        typed = [g.to(w.dtype) if t else None for g, w, t in zip(grads, experts, trained, strict=True)] if grads else ()
-        return (grad_x, grad_weights.view(weights.shape), None, None, None, *(typed or [None] * len(experts)))
+        wides = products.of_widen(grad_wide, x.index_select(0, token), dtype) if any(trained) else ()
+        grad_x = add_up(products.widen_back(grad_wide), torch.ones_like(weights), order, slot)
+        of_experts: list[Tensor | None] = [None] * len(experts)
+        if any(trained):
+            of_experts[0::3], of_experts[1::3], of_experts[2::3] = wides[0::2], wides[1::2], downs
+            of_experts = [g if t else None for g, t in zip(of_experts, trained, strict=True)]
+        return (grad_x, grad_weights.view(weights.shape), None, None, None, *of_experts)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
@@ -236,10 +276,14 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (a.float() * b.float()).sum(-1) if a.dtype.itemsize < 4 else (a * b).sum(-1)
 
 
-def add_up(out: Tensor, weights: Tensor, order: Tensor) -> Tensor:
-    """Rows in the order of experts ``[N K, D] -> [N, D]``, each token's K in the order they were chosen in."""
+def add_up(out: Tensor, weights: Tensor, order: Tensor, slot: Tensor | None = None) -> Tensor:
+    """Rows in the order of experts ``[rows, D] -> [N, D]``, each token's K in the order they were chosen in.
+
+    Args:
+        slot: the row of each element of ``order``; None: they are the rows.
+    """
     place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
+    place[order] = torch.arange(len(order), device=order.device) if slot is None else slot
     chosen = out.index_select(0, place).view(*weights.shape, -1)  # [N, K, D]
     return torch.bmm(weights.to(out.dtype).unsqueeze(1), chosen).squeeze(1)
 

@@ -50,8 +50,10 @@ class _EagerRMSNorm(torch.autograd.Function):
 def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`RMSNorm`, and what it multiplies each row with before the weight."""
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-    inverse = inverse.div_(x.shape[-1]).add_(eps).rsqrt_()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    inverse = torch.rsub(
+        norm.mul_(norm), eps, alpha=-1 / x.shape[-1]
+    ).rsqrt_()  # few calls: they are what one row costs
     normed = wide.mul_(inverse) if wide is not x else wide * inverse  # a copy of our own
     return normed.mul_(weight).to(x.dtype), inverse
 

@@ -73,7 +73,7 @@ class LatentAttention(nn.Module):
         return KVSpec(self.heads, self.nope + self.rope, self.value)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """x ``[..., D]``, cos and sin ``[..., p / 2]`` (leading dims broadcast) -> ``[..., D]``."""
+        """x ``[..., D]``, cos and sin ``[..., 1, p]`` (leading dims broadcast) -> ``[..., D]``."""
         queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.low_rank_queries else self.q_proj(x)
         q = queries.unflatten(-1, (self.heads, self.nope + self.rope))
         latent, shared = self.kv_a_proj_with_mqa(x).split([self.rank, self.rope], dim=-1)

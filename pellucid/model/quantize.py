@@ -42,14 +42,17 @@ KEPT = "kv_b_proj"
 class PackedLinear(nn.Module):
     """``[..., I] -> [..., O]`` in the dtype that comes in, without parameters and without gradients.
 
-    ``to(dtype)`` leaves the packed weights and their scales alone.
+    Packed weights and their scales are no buffers: nothing moves or casts them.
     """
 
+    nbytes: int
+    """Of packed weights and scales."""
     bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
+        self.padding = -self.in_features % INPUTS
         self.register_buffer("bias", None if bias is None else bias.detach())
 
     def multiply(self, rows: Tensor) -> Tensor:
@@ -58,8 +61,8 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = _rows(x)
-        if self.in_features % INPUTS:
-            rows = F.pad(rows, (0, -self.in_features % INPUTS))
+        if self.padding:
+            rows = F.pad(rows, (0, self.padding))
         out = self.multiply(rows)
         if out.shape[1] != self.out_features:
             out = out[:, : self.out_features]
@@ -75,7 +78,9 @@ def _rows(x: Tensor) -> Tensor:
     """``[..., I]`` as bfloat16 ``[N, I]`` in one piece."""
     if x.dim() != 2:
         x = x.reshape(-1, x.shape[-1])
-    return x.to(torch.bfloat16).contiguous()
+    if x.dtype != torch.bfloat16:
+        x = x.to(torch.bfloat16)
+    return x if x.is_contiguous() else x.contiguous()
 
 
 class BFloat16Linear(PackedLinear):
@@ -83,7 +88,7 @@ class BFloat16Linear(PackedLinear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__(weight, bias)
-        # an opaque tensor of oneDNN's, which can neither be moved nor cast: no buffer
+        # an opaque tensor of oneDNN's
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().bfloat16(), 1)
         self.nbytes = weight.numel() * 2
 
@@ -104,39 +109,30 @@ class BFloat16Linear(PackedLinear):
 class Int8Linear(PackedLinear):
     """A linear layer of 8 bits a weight, by `to_int8`."""
 
-    packed: Tensor
-    scale_bits: Tensor
-    """bfloat16 seen as integers, which ``to(dtype)`` leaves alone."""
-
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__(weight, bias)
         levels, scale = to_int8(weight)
-        self.register_buffer("packed", F.pad(levels, (0, -self.in_features % INPUTS)))
-        self.register_buffer("scale_bits", scale.view(torch.int16))
+        self.packed, self.scale = F.pad(levels, (0, self.padding)), scale
+        self.nbytes = self.packed.nbytes + scale.nbytes
 
     def multiply(self, rows: Tensor) -> Tensor:
-        out: Tensor = torch.ops.aten._weight_int8pack_mm(rows, self.packed, self.scale_bits.view(torch.bfloat16))
+        out: Tensor = torch.ops.aten._weight_int8pack_mm(rows, self.packed, self.scale)
         return out
 
 
 class Int4Linear(PackedLinear):
     """A linear layer of 5 bits a weight, by `to_int4`: 4, and a scale and a zero of 16 for each 32 weights."""
 
-    packed: Tensor
-    scale_zero_bits: Tensor
-    """bfloat16 seen as integers, as in `Int8Linear`."""
-
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__(weight, bias)
         levels, scale_zero = to_int4(weight)
         padding = -self.out_features % OUTPUTS
         levels, scale_zero = F.pad(levels, (0, 0, 0, padding)), F.pad(scale_zero, (0, 0, 0, padding))
-        self.register_buffer("packed", torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1))
-        self.register_buffer("scale_zero_bits", scale_zero.view(torch.int16))
+        self.packed, self.scale_zero = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1), scale_zero
+        self.nbytes = self.packed.nbytes + scale_zero.nbytes
 
     def multiply(self, rows: Tensor) -> Tensor:
-        scale_zero = self.scale_zero_bits.view(torch.bfloat16)
-        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, scale_zero)
+        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.scale_zero)
         return out
 
 
@@ -237,7 +233,7 @@ def check_kind(kind: str, device: torch.device) -> None:
 
 def memory_bytes(model: nn.Module) -> int:
     """Bytes of all parameters, buffers and packed weights, tied ones once."""
-    packed = sum(module.nbytes for module in model.modules() if isinstance(module, BFloat16Linear))
+    packed = sum(module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
     return packed + sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 

@@ -39,7 +39,9 @@ class Rotary(nn.Module):
         return self
 
     def forward(self, positions: Tensor, rope_length: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Positions ``[...]`` -> cos, sin ``[..., d / 2]``, float32, scaled by YaRN's attention factor.
+        """Positions ``[...]`` -> cos, sin ``[..., 1, d]`` for `rotate`, float32, scaled by YaRN's attention factor.
+
+        Both halves of a head have the same angles; ``sin`` is negative in the first.
 
         Args:
             positions: of each token in its sequence, ``[T]``, ``[B, T]`` or packed ``[N]``.
@@ -51,8 +53,9 @@ class Rotary(nn.Module):
             inv_freq = self._dynamic(rope_length)
             if inv_freq.dim() == 2 and positions.dim() == 2:
                 inv_freq = inv_freq[:, None]
-        angles = positions[..., None].float() * inv_freq
-        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        angles = (positions[..., None].float() * inv_freq).unsqueeze(-2)
+        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
     def _dynamic(self, rope_length: int | Tensor) -> Tensor:
         """Frequencies for sequences of that length: ``[d / 2]``, or ``[n, d / 2]`` for n lengths."""
@@ -66,18 +69,21 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns x ``[..., heads, d]`` by cos and sin ``[..., d / 2]``, computed in float32 at least, in x's dtype."""
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    """Turns x ``[..., heads, d]`` by what `Rotary` gives, computed in float32 at least, in x's dtype."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return _turn(x, cos, sin)
+        return _turn(x, cos, sin).to(x.dtype)
     turned: Tensor = _EagerTurn.apply(x, cos, sin)  # type: ignore[no-untyped-call]
     return turned
 
 
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate` in place, without gradients."""
+    return x.copy_(_turn(x, cos, sin))
+
+
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = (x if x.dtype == torch.float64 else x.float()).chunk(2, dim=-1)
-    halves = [torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)]
-    return torch.cat(halves, dim=-1).to(x.dtype)
+    wide = x if x.dtype == torch.float64 else x.float()
+    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin)
 
 
 class _EagerTurn(torch.autograd.Function):
@@ -86,13 +92,13 @@ class _EagerTurn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
+        return _turn(x, cos, sin).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, -sin), None, None
+        return _turn(grad, cos, -sin).to(grad.dtype), None, None
 
 
 def ntk_theta(theta: float, factor: float, head_dim: int) -> float:

@@ -30,8 +30,8 @@ def test_derivatives_written_by_hand_equal_finite_differences() -> None:
     x = torch.randn(2, 3, 6, generator=g, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(norm, (x,))
     x = torch.randn(3, 2, 6, generator=g, requires_grad=True)
-    angles, upstream = torch.rand(3, 3, generator=g), torch.randn(3, 2, 6, generator=g)
-    cos, sin = 1.5 * angles.cos(), 1.5 * angles.sin()
+    angles, upstream = torch.rand(3, 1, 3, generator=g), torch.randn(3, 2, 6, generator=g)
+    cos, sin = 1.5 * angles.cos().repeat(1, 1, 2), 1.5 * torch.cat([-angles.sin(), angles.sin()], -1)
     (grad,) = torch.autograd.grad(rotate(x, cos, sin), x, upstream)
     step = 0.5 * torch.randn(3, 2, 6, generator=g)  # a turn is linear, so any step is exact
     torch.testing.assert_close(

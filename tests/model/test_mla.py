@@ -259,7 +259,7 @@ def test_yarn_scales_the_whole_score_as_deepseek_does() -> None:
 def test_a_cache_holds_what_the_specs_say(name: str) -> None:
     model = make_model(**VARIANTS[name])
     cache = cache_of(model, 5)
-    tensors = [t for kv in zip(cache.keys, cache.values, strict=True) for t in kv]
+    tensors = [t for layer in cache.stored for t in layer]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     per_token = 8 * sum(spec.elements_per_token() for spec in model.kv_specs())
     assert sum(storages.values()) == (5 + 1) * BLOCK * per_token

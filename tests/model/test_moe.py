@@ -15,7 +15,7 @@ from pellucid import load_model, save_model
 from pellucid.checkpoint import export_model
 from pellucid.config import LoraConfig, ModelConfig
 from pellucid.model import Transformer
-from pellucid.model.experts import stacked
+from pellucid.model.experts import ROUND, stacked
 from pellucid.model.lora import LoraLinear, add_lora
 from pellucid.model.moe import MixtureOfExperts, Router, balance
 
@@ -217,6 +217,24 @@ def test_one_call_for_all_experts_and_one_for_each_are_near_the_exact_mixture(
     for name, grad in ours.items():
         assert (grad - theirs[name]).norm() <= near * theirs[name].norm(), name
         assert bool(grad.any()) == (not name.startswith("experts") or int(name.split(".")[1]) in chosen), name
+
+
+def test_bfloat16_products_have_few_different_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+    grouped_mm = F.grouped_mm
+
+    def watched(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        seen.append(offs)
+        return grouped_mm(a, b, offs=offs)
+
+    monkeypatch.setattr(F, "grouped_mm", watched)
+    moe, x = make_moe(hidden_size=32, moe_intermediate_size=16).bfloat16(), some(50, 32).bfloat16()
+    counts = torch.bincount(moe(x)[1].chosen.flatten(), minlength=8)
+    moe(x)[0].sum().backward()
+    assert len(seen) == 1 * 2 + 6 and (counts % ROUND != 0).any()
+    for ends in seen:
+        rows = ends.diff(prepend=ends.new_zeros(1))
+        assert (rows % ROUND == 0).all() and (rows >= counts).all() and (rows - counts < ROUND).all()
 
 
 # -- uneven loads ------------------------------------------------------------------------------------------

@@ -245,7 +245,7 @@ def test_the_other_weights_have_the_dtype_asked_for(tmp_path: Path) -> None:
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
     one, other = whole.model.layers[0].self_attn.joined, half.model.layers[0].self_attn.joined  # type: ignore[union-attr]
     assert isinstance(one, Int8Linear) and isinstance(other, Int8Linear)
-    assert torch.equal(one.packed, other.packed) and torch.equal(one.scale_bits, other.scale_bits)  # of what is stored
+    assert torch.equal(one.packed, other.packed) and torch.equal(one.scale, other.scale)  # of what is stored
     assert other.bias is not None and other.bias.dtype == torch.bfloat16
     with torch.no_grad():
         assert half(TOKENS).logits.dtype == torch.bfloat16

@@ -8,7 +8,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pellucid.config import ModelConfig
 from pellucid.model import Transformer
-from pellucid.model.rope import Rotary, inverse_frequencies, rotate
+from pellucid.model.rope import Rotary, inverse_frequencies, rotate, rotate_
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -66,7 +66,9 @@ def test_dynamic_frequencies_follow_the_admitted_length(length: int) -> None:
     ours = config({"rope_type": "dynamic", "factor": 2.0})
     expected, _ = transformers_frequencies(ours, seq_len=length)
     cos, sin = Rotary(ours)(torch.ones(1, dtype=torch.long), length)
-    torch.testing.assert_close(torch.atan2(sin, cos)[0], expected, rtol=1e-5, atol=1e-7)
+    angles = torch.atan2(sin, cos)[0, 0].view(2, -1)  # of both halves, the first turned backwards
+    torch.testing.assert_close(angles[1], expected, rtol=1e-5, atol=1e-7)
+    assert torch.equal(angles[0], -angles[1])
 
 
 def test_dynamic_frequencies_do_not_change_while_a_sequence_grows() -> None:
@@ -81,7 +83,7 @@ def test_each_row_or_packed_token_has_a_dynamic_length_of_its_own() -> None:
     rotary = Rotary(config({"rope_type": "dynamic", "factor": 2.0}))
     positions = torch.arange(5).expand(2, 5)
     cos, sin = rotary(positions, torch.tensor([128, 300]))
-    assert cos.shape == (2, 5, 8)
+    assert cos.shape == (2, 5, 1, 16)
     torch.testing.assert_close(cos[0], rotary(torch.arange(5), 128)[0])
     torch.testing.assert_close(sin[1], rotary(torch.arange(5), 300)[1])
     packed = rotary(positions.flatten(), torch.tensor([128] * 5 + [300] * 5))[0]
@@ -90,10 +92,15 @@ def test_each_row_or_packed_token_has_a_dynamic_length_of_its_own() -> None:
 
 def test_rotation_is_half_split() -> None:
     x = torch.randn(3, 1, 8)
-    angles = torch.rand(3, 4)
-    turned = rotate(x, angles.cos(), angles.sin())
-    as_complex = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones(3, 1, 4), angles[:, None])
+    rotary = Rotary(config(head_dim=8))
+    cos, sin = rotary(torch.tensor([0, 5, 91]), 1)
+    turned = rotate(x, cos, sin)
+    angles = torch.tensor([0, 5, 91])[:, None, None] * rotary.inv_freq
+    as_complex = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones(3, 1, 4), angles)
     torch.testing.assert_close(turned, torch.cat([as_complex.real, as_complex.imag], -1))
+    assert not torch.allclose(turned[1:], x[1:])
+    with torch.no_grad():
+        assert torch.equal(rotate_(x, cos, sin), turned) and torch.equal(x, turned)
 
 
 def test_frequencies_stay_float32_when_the_model_is_cast_moved_or_made_on_meta() -> None:
@@ -113,7 +120,7 @@ def test_frequencies_stay_float32_when_the_model_is_cast_moved_or_made_on_meta()
 def test_positions_far_beyond_the_window_have_exact_angles() -> None:
     rotary = Rotary(config())
     cos, _ = rotary(torch.tensor([1_000_003]), 1)
-    assert math.isclose(cos[0, 0].item(), math.cos(1_000_003), abs_tol=1e-6)
+    assert math.isclose(cos[0, 0, 0].item(), math.cos(1_000_003), abs_tol=1e-6)
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
@@ -133,9 +140,10 @@ def test_shifting_all_positions_leaves_the_logits_unchanged(qk_norm: bool) -> No
 
 def test_in_float64_nothing_is_rounded_to_float32() -> None:
     x = torch.randn(1, 5, 2, 8, dtype=torch.float64, requires_grad=True)
-    cos, sin = (torch.randn(1, 5, 4) for _ in range(2))
+    half_cos, half_sin = (torch.randn(1, 5, 1, 4) for _ in range(2))
+    cos, sin = torch.cat([half_cos, half_cos], -1), torch.cat([-half_sin, half_sin], -1)
     first, second = x.chunk(2, dim=-1)
-    wide_cos, wide_sin = cos.double().unsqueeze(-2), sin.double().unsqueeze(-2)
+    wide_cos, wide_sin = half_cos.double(), half_sin.double()
     expected = torch.cat([first * wide_cos - second * wide_sin, second * wide_cos + first * wide_sin], dim=-1)
     turned = rotate(x, cos, sin)
     torch.testing.assert_close(turned, expected, rtol=1e-14, atol=1e-14)
