@@ -1,8 +1,8 @@
 """Who gets which part of the next forward.
 
 A step has a budget of tokens. Sequences that decode come first, one token each, so that a stream never waits longer than one
-step; what is left is shared among the prompts that are being read, in equal chunks, so that a short one is not kept waiting
-by a long one. Blocks that run out are taken from the sequence that came last.
+step; what is left is shared among the prompts that are being read, in equal chunks and in turn, so that a short one is not kept
+waiting by a long one. Blocks that run out are taken from the sequence that came last.
 """
 
 from collections import OrderedDict
@@ -14,6 +14,10 @@ from torch import Tensor
 from pellucid.errors import RequestError
 from pellucid.inference.blocks import BlockPool
 from pellucid.inference.sequence import Chunk, Sequence, StepPlan
+
+
+READ_TOGETHER = 4
+"""Prompts that share the budget of a step: a chunk costs as much again in calls as some tens of tokens."""
 
 
 class QueueFullError(RequestError):
@@ -46,6 +50,7 @@ class Scheduler:
         """In order; a dict, so that one of many thousands leaves at once."""
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self._turns = 0
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait that `check` allows.
@@ -78,10 +83,11 @@ class Scheduler:
         for sequence in [s for s in self.running if s.decodes]:
             if sequence in self.running:  # not pre-empted by one before it
                 budget -= self._decode(sequence, budget, plan)
-        reading = [s for s in self.running if not s.decodes]
+        reading = sorted((s for s in self.running if not s.decodes), key=lambda s: s.last_turn)
         for left, sequence in zip(range(len(reading), 0, -1), reading, strict=True):
             if sequence in self.running:
-                budget -= self._read(sequence, -(-budget // left), plan)
+                share = max(-(-budget // left), self.budget // READ_TOGETHER)
+                budget -= self._read(sequence, min(budget, share), plan)
         plan.chunks = [c for c in plan.chunks if c.sequence in self.running]  # others may have been pre-empted since
         return plan
 
@@ -181,7 +187,11 @@ class Scheduler:
 
     def _read(self, sequence: Sequence, share: int, plan: StepPlan) -> int:
         sequence.draft = []
-        return self._chunk(sequence, min(share, len(sequence.tokens) - sequence.num_computed), plan)
+        count = self._chunk(sequence, min(share, len(sequence.tokens) - sequence.num_computed), plan)
+        if count:
+            self._turns += 1
+            sequence.last_turn = self._turns
+        return count
 
     def _chunk(self, sequence: Sequence, count: int, plan: StepPlan) -> int:
         """Blocks for ``count`` more tokens, pre-empting those that came later; the tokens that it got."""
@@ -224,7 +234,7 @@ class Scheduler:
         else:
             self._release(victim, keep=not (pending & set(victim.blocks) or plan.restored))
             victim.num_computed = 0
-        victim.draft = []
+        victim.draft, victim.last_turn = [], 0
         self.waiting[victim] = None
         self.waiting.move_to_end(victim, last=False)
 

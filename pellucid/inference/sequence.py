@@ -28,6 +28,8 @@ class Sequence:
     """Leading tokens whose keys and values are in the blocks."""
     num_published: int = 0
     """Leading blocks that others can find."""
+    last_turn: int = 0
+    """When a chunk of what it knows was last read, counted over all chunks; those that wait longest are next."""
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[Alternatives] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
