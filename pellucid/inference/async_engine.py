@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from pellucid.inference.engine import MAX_FAILURES, Engine, EngineError
 from pellucid.inference.records import EngineStats
 from pellucid.inference.request import Request, TokenEvent
+from pellucid.inference.threads import end_team
 
 T = TypeVar("T")
 _Queue = asyncio.Queue[list[TokenEvent] | tuple[str, int | None] | BaseException | None]
@@ -176,14 +177,18 @@ class AsyncEngine:
         return future
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop, resting = asyncio.get_running_loop(), True
         while True:
             with self._lock:
                 self._make_calls()
             if not self.engine.has_work:
+                resting = True
                 self._wake.clear()
                 await self._wake.wait()
                 continue
+            if resting:
+                end_team()  # this thread has perhaps loaded the model, or done other work of the kind
+                resting = False
             try:
                 events = await loop.run_in_executor(self._thread, self._step)
             except Exception as error:  # of the engine's own: nobody may wait forever

@@ -15,7 +15,6 @@ from pellucid.errors import RequestError
 from pellucid.inference.blocks import BlockPool
 from pellucid.inference.sequence import Chunk, Sequence, StepPlan
 
-
 READ_TOGETHER = 4
 """Prompts that share the budget of a step: a chunk costs as much again in calls as some tens of tokens."""
 

@@ -15,6 +15,7 @@ from torch.nn.functional import normalize
 
 from pellucid.inference.async_engine import AsyncEngine
 from pellucid.inference.engine import Engine
+from pellucid.inference.threads import end_team
 from pellucid.serve_config import ServeConfig
 from pellucid.server.admission import Served
 from pellucid.server.auth import Keys
@@ -138,8 +139,14 @@ class Embedder:
                 code="invalid_value", param="dimensions",
             )  # fmt: skip
         async with self._turn:
-            vectors = await asyncio.to_thread(encoder.embed_ids, texts, batch_size=self._batch_size)
+            vectors = await asyncio.to_thread(self._embed, texts)
         return normalize(vectors.float()[:, :dimensions], dim=-1)
+
+    def _embed(self, texts: list[list[int]]) -> Tensor:
+        try:
+            return self.loaded.encoder.embed_ids(texts, batch_size=self._batch_size)
+        finally:
+            end_team()  # of a thread that is kept for the next call
 
 
 @dataclass(slots=True)
