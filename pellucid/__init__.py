@@ -11,12 +11,13 @@ from pellucid.version import __version__
 if TYPE_CHECKING:
     from pellucid.checkpoint.encoder_folder import LoadedEncoder, load_encoder, save_encoder
     from pellucid.checkpoint.model_folder import Loaded, load_model, save_model
-    from pellucid.config import ModelConfig, RunConfig, load_config
+    from pellucid.config import RunConfig, load_config
     from pellucid.data.batches import Batch, Loader, Windows
     from pellucid.data.shards import TokenData
     from pellucid.errors import CheckpointError, ConfigError, DataError, PellucidError, RankError, RequestError
     from pellucid.inference import AsyncEngine, Engine, Request, SamplingParams
     from pellucid.model import BertEncoder, EmbedConfig, Encoder, Transformer
+    from pellucid.model_config import ModelConfig
     from pellucid.parallel import (
         DDP,
         FSDP,
@@ -50,7 +51,7 @@ _HOMES = {
     "Loaded": "pellucid.checkpoint.model_folder",
     "LoadedEncoder": "pellucid.checkpoint.encoder_folder",
     "Loader": "pellucid.data.batches",
-    "ModelConfig": "pellucid.config",
+    "ModelConfig": "pellucid.model_config",
     "OptimizerProtocol": "pellucid.parallel",
     "PellucidError": "pellucid.errors",
     "RankError": "pellucid.errors",

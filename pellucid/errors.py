@@ -69,3 +69,9 @@ class RankError(PellucidError):
     ) -> None:
         super().__init__(message)
         self.rank, self.traceback, self.error, self.exit_code = rank, traceback, error, exit_code
+
+
+def require(ok: bool, message: str) -> None:
+    """`ConfigError` with this message unless ``ok``."""
+    if not ok:
+        raise ConfigError(message)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pellucid.config import Dtype, build, read_toml
-from pellucid.errors import ConfigError
+from pellucid.errors import require
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,21 +77,21 @@ class ServeConfig:
     """Write what clients send into the log; else it never holds their text."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.port <= 65535, f"port must be in [0, 65535], got {self.port}")
+        require(0 <= self.port <= 65535, f"port must be in [0, 65535], got {self.port}")
         for name in ("page_size", "max_running", "token_budget", "max_choices"):
-            _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("max_queue", "speculate", "threads", "drain_seconds"):
-            _require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
+            require(getattr(self, name) >= 0, f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("kv_gb", "max_body_mb", "request_timeout_s", "keep_alive_s"):
             value = getattr(self, name)
-            _require(0 < value < math.inf, f"{name} must be positive and finite, got {value}")
-        _require(self.drain_seconds < math.inf, f"drain_seconds must be finite, got {self.drain_seconds}")
+            require(0 < value < math.inf, f"{name} must be positive and finite, got {value}")
+        require(self.drain_seconds < math.inf, f"drain_seconds must be finite, got {self.drain_seconds}")
         for name in ("models", "adapters", "embedders"):
             for key, path in getattr(self, name).items():
-                _require(bool(key), f"{name}: a model without a name; give NAME=PATH")
-                _require(isinstance(path, str) and bool(path), f"{name}.{key} must be a folder, got {path!r}")
+                require(bool(key), f"{name}: a model without a name; give NAME=PATH")
+                require(isinstance(path, str) and bool(path), f"{name}.{key} must be a folder, got {path!r}")
         for origin in self.cors_origins:
-            _require(
+            require(
                 origin == "*" or ("://" in origin and not origin.endswith("/")),
                 f'cors_origins: {origin!r} is no origin; write it as "https://chat.example", without a path, or "*"',
             )
@@ -123,8 +123,3 @@ def is_loopback(host: str) -> bool:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
-
-
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise ConfigError(message)

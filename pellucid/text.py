@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from pellucid.config import ModelConfig
 from pellucid.errors import CheckpointError, PellucidError, RequestError
 from pellucid.inference import Engine, Request, SamplingParams, generate, stream
 from pellucid.inference.sample import NOT_FINITE
 from pellucid.model import Transformer
+from pellucid.model_config import ModelConfig
 from pellucid.tokenizer import Tokenizer
 from pellucid.tokenizer.stream import IncrementalDecoder
 

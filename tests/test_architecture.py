@@ -10,14 +10,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "pellucid"
 
-BASE = {"errors", "version", "config", "registry"}
+BASE = {"errors", "version", "registry", "rope_scaling", "model_config", "config_tables", "config_text", "config"}
 """Layer 0: every room may import these, and they import nothing but each other."""
 
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "registry": {"errors"},
-    "config": {"errors", "registry"},
+    "rope_scaling": {"errors", "registry"},
+    "model_config": {"errors", "registry", "rope_scaling"},
+    "config_tables": {"errors", "registry", "model_config"},
+    "config_text": {"errors", "registry", "model_config", "config_tables"},
+    "config": {"errors", "registry", "model_config", "config_tables", "config_text"},
     "serve_config": {"errors", "config"},
     "tokenizer": BASE,
     "model": BASE,
@@ -265,6 +269,7 @@ def test_sizes_are_reported() -> None:
         ("train.loop", "from pellucid import load_model"),
         ("report.report", "from pellucid.train import loop"),
         ("errors", "from pellucid.config import RunConfig"),
+        ("model_config", "from pellucid.config import RunConfig"),
         ("kitchen.sink", "x = 1"),
     ],
 )

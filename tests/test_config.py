@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pellucid import config as config_module
-from pellucid import registry
+from pellucid import config_tables, config_text, model_config, registry
 from pellucid.config import (
     CONFIG_VERSION,
     PRESETS,
@@ -639,8 +639,8 @@ def test_each_field_says_what_it_is(cls: type) -> None:
 
 def test_classes_under_test_are_all_there_are() -> None:
     found = {
-        value for value in vars(config_module).values()
-        if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__ == config_module.__name__
+        value for module in (config_module, model_config, config_tables, config_text) for value in vars(module).values()
+        if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__ == module.__name__
     }  # fmt: skip
     assert found == set(CLASSES)
 

@@ -14,9 +14,9 @@ from pellucid.checkpoint.files import Shapes
 from pellucid.checkpoint.gguf import ROPE_FACTORS, read_config, rotary_rows, tensor_name
 from pellucid.checkpoint.gguf_file import GgufFile, GgufTensor, open_gguf
 from pellucid.checkpoint.model_folder import model_files, write_model
-from pellucid.config import ModelConfig
 from pellucid.errors import CheckpointError, ConfigError
 from pellucid.model import Transformer
+from pellucid.model_config import ModelConfig
 from pellucid.parallel.parts import refuse, weight_shapes
 from pellucid.tokenizer import Tokenizer
 from pellucid.tokenizer.gguf import from_gguf

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.checkpoint.huggingface_keys import EXPERT_COUNTS, FIELDS, OWN, brief
-from pellucid.config import ModelConfig
 from pellucid.errors import CheckpointError, ConfigError
+from pellucid.model_config import ModelConfig
 
 
 def family_type(config: ModelConfig, windowed: bool) -> str:

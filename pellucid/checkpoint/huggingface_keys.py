@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from pellucid.config import ModelConfig
+from pellucid.model_config import ModelConfig
 
 OWN = "pellucid"
 """Our model_type, and the key of the table of what transformers has no key for."""

@@ -3,9 +3,9 @@
 from typing import Any
 
 from pellucid.checkpoint.huggingface_keys import FIELDS, brief
-from pellucid.config import ModelConfig
 from pellucid.errors import ConfigError
 from pellucid.model.rope import ntk_theta
+from pellucid.model_config import ModelConfig
 
 
 def write_rope(config: ModelConfig) -> dict[str, Any]:

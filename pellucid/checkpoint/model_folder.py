@@ -25,12 +25,12 @@ from pellucid.checkpoint.huggingface import from_hf_config, to_hf_config
 from pellucid.checkpoint.huggingface_family import check_layout
 from pellucid.checkpoint.reshard import SavedFiles
 from pellucid.checkpoint.store import MANIFEST, WEIGHTS, newest_complete, verify
-from pellucid.config import ModelConfig
 from pellucid.errors import CheckpointError, ConfigError
 from pellucid.model import Transformer
 from pellucid.model.lora import A, B, add_lora, lora_of
 from pellucid.model.moe import BALANCING_BIAS
 from pellucid.model.quantize import check_kind, quantize_, refuse_quantized
+from pellucid.model_config import ModelConfig
 from pellucid.parallel.parts import check_weights, weight_shapes
 from pellucid.parallel.world import resolve_device
 from pellucid.tokenizer import Tokenizer

@@ -269,7 +269,7 @@ def read_log(path: Path) -> tuple[int, Facts, Facts]:
 
 def set_values(config: Any) -> Facts:
     """A model's configuration without what is off, empty, or about experts that it has not."""
-    from pellucid.config import to_table
+    from pellucid.config_tables import to_table
 
     values = {key: value for key, value in to_table(config).items() if value not in (None, False, 0)}
     if not values.get("n_routed_experts"):

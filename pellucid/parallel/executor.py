@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pellucid.config import build
+from pellucid.config_tables import build
 from pellucid.errors import CheckpointError, ConfigError
 from pellucid.parallel import comm
 from pellucid.parallel.layout import ParameterInfo, parameter_infos

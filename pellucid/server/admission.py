@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from pellucid.config import ModelConfig
 from pellucid.errors import ConfigError, RequestError
 from pellucid.inference import Engine, Request, SamplingParams
 from pellucid.inference.request import TokenEvent, window_of
+from pellucid.model_config import ModelConfig
 from pellucid.server.answer_grammar import call_rules, compose, constraint
 from pellucid.server.drawn_text import prompt_tokens
 from pellucid.server.emission import Emitter, Rules
