@@ -17,6 +17,7 @@ from pellucid.model.attention import KVSpec
 from pellucid.model.canonical import (
     KEY_BINS,
     TILE,
+    Biases,
     as_bias,
     canonical_attention,
     in_products,
@@ -195,7 +196,7 @@ class _Chunk:
         self.rows = slice(span.row, span.row + span.count)
         self.start, self.end = span.start, span.start + span.count
         self.blocks = -(-self.end // cache.block_size)
-        self.biases: dict[int, dict[tuple[int, int | None], Tensor]] = {}
+        self.biases: dict[int, Biases] = {}
         """By key/value heads."""
         self.index = _by_head(torch.tensor([span.blocks[: self.blocks]], device=cache.device), cache.kinds)
 
@@ -226,6 +227,7 @@ class _Singles:
         # each in a tile of its own, where its position puts it
         self.places = torch.arange(len(spans), device=device) * TILE + self.positions % TILE
         self.biases: dict[tuple[int | None, int], Tensor] = {}
+        """By window and how often each row's stands there."""
         self.tiles: Tensor | None = None
 
     def attend(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:

@@ -62,9 +62,7 @@ def canonical_attention(
     window: int | None = None,
     biases: Biases | None = None,
 ) -> Tensor:
-    """Causal attention of rows ``[n, H, d]`` of one sequence over its keys ``[L, K, d]`` and values -> ``[n, H, d]``.
-
-    Values may have another width than keys, and give it to the result.
+    """Causal attention of rows ``[n, H, d]`` of one sequence over its keys ``[L, K, d]`` and values ``[L, K, e]`` -> ``[n, H, e]``.
 
     Args:
         window: how many tokens a row sees, itself included; None: all before it.
@@ -110,7 +108,7 @@ def seen(positions: Tensor, keys: int, window: int | None) -> Tensor:
     return mask if window is None else mask & (columns > at - window)
 
 
-def as_bias(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where a mask is true, -inf where not."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
@@ -153,14 +151,17 @@ def _attend_in_tiles(
     keys = padded_keys(end)
     q = F.pad(q, (0, 0, 0, 0, lead, tail)).view(tiles, TILE, *q.shape[1:]).transpose(1, 2)  # [tiles, H, TILE, d]
     k, v = (F.pad(x, (0, 0, 0, 0, 0, keys - start - n)).transpose(0, 1) for x in (k, v))  # [K, keys, d]
-    if (start, window) not in biases:
+    bias = biases.get((start, window))
+    if bias is None:
         mask = seen(torch.arange(first, end, device=q.device).view(tiles, 1, TILE), keys, window)
-        biases[start, window] = as_bias(mask, q.dtype)
+        bias = as_bias(mask, q.dtype)
+        if bias.numel() <= MAX_SCORES:  # of longer texts it would be large
+            biases[start, window] = bias
     out = F.scaled_dot_product_attention(
         q,
         k.expand(tiles, -1, -1, -1),
         v.expand(tiles, -1, -1, -1),
-        attn_mask=biases[start, window],
+        attn_mask=bias,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[0],
     )

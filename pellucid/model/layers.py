@@ -51,9 +51,8 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`RMSNorm`, and what it multiplies each row with before the weight."""
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    inverse = torch.rsub(
-        norm.mul_(norm), eps, alpha=-1 / x.shape[-1]
-    ).rsqrt_()  # few calls: they are what one row costs
+    # norm^2 / width + eps in few calls: they are what one row costs
+    inverse = torch.rsub(norm.mul_(norm), eps, alpha=-1 / x.shape[-1]).rsqrt_()
     normed = wide.mul_(inverse) if wide is not x else wide * inverse  # a copy of our own
     return normed.mul_(weight).to(x.dtype), inverse
 

@@ -140,7 +140,7 @@ class ShapeModel(Transformer):
                 module._pack()
 
     def make_attend(self, document_ids: Tensor | None = None, *, compiled: bool | None = None) -> Attend:
-        return self._canonical or WindowAttend(self.layer_windows(), document_ids)
+        return self._canonical or WindowAttend(self.layer_windows(), document_ids, compiled=bool(compiled))
 
 
 def _equally(chosen: Tensor, experts: int) -> list[int]:

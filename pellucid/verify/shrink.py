@@ -11,6 +11,7 @@ import numpy as np
 from pellucid.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig, flat_table, to_table
 from pellucid.data.batches import Windows, permute
 from pellucid.data.shards import IntArray, Split
+from pellucid.optim import MuonOptions
 
 LAYERS, HIDDEN, VOCABULARY, CONTEXT, STEPS, MICRO_BATCHES, ROWS = 2, 128, 509, 64, 3, 2, 2
 """At most. The vocabulary is no multiple of 2, 3 or 4 ranks; rows are sequences of a micro-batch."""
@@ -112,9 +113,12 @@ def _shrink_experts(model: ModelConfig, hidden: int) -> dict[str, Any]:
 
 
 def _shrink_optim(optim: OptimConfig, weight_scale: float) -> OptimConfig:
-    clip = optim.max_grad_norm
+    clip, options = optim.max_grad_norm, optim.options
+    if isinstance(options, MuonOptions):
+        options = replace(options, newton_schulz_dtype="auto")  # that of the weights
     return replace(
         optim,
+        options=options,
         lr=min(optim.lr, weight_scale * MAX_STEP),
         warmup_steps=min(optim.warmup_steps, WARMUP),
         max_grad_norm=None if clip is None else min(clip, MAX_GRAD_NORM),
