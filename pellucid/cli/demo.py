@@ -48,13 +48,7 @@ def run(args: argparse.Namespace) -> int:
     out: Path = args.out
     if args.fresh and out.exists():
         shutil.rmtree(out)
-    data = out / "data"
-    if not (data / "index.json").is_file():
-        _prepare(data, quiet=args.quiet)
-    config = load_config(
-        CONFIG, {"train.out": str(out), "data.path": str(data)} | _ranks(args.settings) | args.settings
-    )
-    _train(config, quiet=args.quiet, log_level=args.log_level)
+    pretrain(out, args.settings, quiet=args.quiet, log_level=args.log_level)
     if not (out / "model" / "config.json").is_file():
         notice("the demo was interrupted; the same command goes on from here")
         return 0
@@ -62,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from pellucid.checkpoint.model_folder import load_model
 
     loaded = load_model(out)
-    _evaluate(loaded, data, out)
+    _evaluate(loaded, out / "data", out)
     good = _tell_stories(loaded, out)
     _chat(loaded, out)
 
@@ -73,6 +67,15 @@ def run(args: argparse.Namespace) -> int:
         raise TrainingError(f"only {good} of {NUM_STORIES} stories are right; {GOAL:.0%} were expected")
     print(f"demo finished in {time.monotonic() - began:.0f} s (install not counted)")
     return 0
+
+
+def pretrain(out: Path, settings: dict[str, str], *, quiet: bool, log_level: str) -> None:
+    """The data and the training of the demo, in ``out``; interrupted before, it goes on. Shared with `demo-align`."""
+    data = out / "data"
+    if not (data / "index.json").is_file():
+        _prepare(data, quiet=quiet)
+    config = load_config(CONFIG, {"train.out": str(out), "data.path": str(data)} | _ranks(settings) | settings)
+    _train(config, quiet=quiet, log_level=log_level)
 
 
 def _ranks(settings: dict[str, str]) -> dict[str, Any]:
@@ -86,7 +89,7 @@ def _ranks(settings: dict[str, str]) -> dict[str, Any]:
 def _train(config: RunConfig, *, quiet: bool, log_level: str) -> None:
     from pellucid.cli.train import train, train_on_ranks
 
-    options = {"resume": True, "dry_run": False, "quiet": quiet}
+    options: dict[str, Any] = {"resume": True, "dry_run": False, "quiet": quiet}
     if config.parallel.mode == "none":
         train(config, **options)
     else:

@@ -96,16 +96,18 @@ def plan_facts(config: RunConfig, world_size: int, links: Sequence[str]) -> dict
     """What ``--json`` prints: bytes and seconds of rank 0, by mode.
 
     Mode none is there for one rank only, where it is all that the others amount to; modes whose sums cannot be ordered are
-    not there if they should be.
+    not there if they should be, and those that shard weights not where the strategy needs them whole.
     """
     accumulation = micro_batches(config, world_size)
     speeds = {link: _link(link) for link in links}
     from pellucid.parallel.ordered import ORDERED_MODES
     from pellucid.parallel.plan import modes
+    from pellucid.registry import lookup
     from pellucid.train.activations import peak_activation_bytes
     from pellucid.train.estimate import planned_parameters
-    from pellucid.train.setup import plan_mode
+    from pellucid.train.setup import build_strategy, plan_mode
 
+    whole_weights = getattr(build_strategy(config), "whole_weights", False)
     parameters = planned_parameters(config)
     activations = peak_activation_bytes(config, device=_device(config))
     facts: dict[str, Any] = {}
@@ -113,6 +115,8 @@ def plan_facts(config: RunConfig, world_size: int, links: Sequence[str]) -> dict
         if mode == "none" and world_size > 1:
             continue
         if config.parallel.reduction == "ordered" and mode not in ORDERED_MODES:
+            continue
+        if whole_weights and lookup("mode", mode).target.shards_weights:
             continue
         planned = plan_mode(config, parameters, mode, world_size=world_size, micro_batches=accumulation)
         facts[mode] = {
@@ -125,7 +129,7 @@ def plan_facts(config: RunConfig, world_size: int, links: Sequence[str]) -> dict
             "wire_bytes": planned.wire_bytes,
             "padding_bytes": planned.padding_bytes,
             "seconds_at": {link: _seconds(planned, *speed) for link, speed in speeds.items()},
-        }
+        } | planned.rollout_json()
     return {"parameters": sum(info.numel for info in parameters), "world_size": world_size, "modes": facts}
 
 
@@ -155,13 +159,16 @@ def _device(config: RunConfig) -> Any:
 
 
 def print_plan(config: RunConfig, facts: dict[str, Any]) -> None:
-    """Three tables: memory of a rank, what it sends in a step, and by which collectives."""
+    """Tables: memory of a rank, what it sends in a step, by which collectives, and those of a rollout."""
     ranks, train, modes = facts["world_size"], config.train, facts["modes"]
     context = config.data.context or config.model.max_position_embeddings
-    tokens = train.global_batch * context
+    from pellucid.train.setup import build_strategy
+    from pellucid.train.strategies import rows_of
+
+    rows_each = rows_of(build_strategy(config))
     print(
-        f"{facts['parameters']:,} parameters, {ranks:,} ranks, {tokens:,} tokens a step: "
-        f"{micro_batches(config, ranks):,} x {train.micro_batch:,} sequences of {context:,} on each rank"
+        f"{facts['parameters']:,} parameters, {ranks:,} ranks, {train.global_batch * rows_each * context:,} tokens a step: "
+        f"{micro_batches(config, ranks):,} x {train.micro_batch * rows_each:,} sequences of {context:,} on each rank"
     )
     memory = []
     for mode, held in modes.items():
@@ -184,6 +191,21 @@ def print_plan(config: RunConfig, facts: dict[str, Any]) -> None:
     rows = [[mode, *row] for mode, held in modes.items() for row in _by_tag(held["step"])]
     if rows:
         _table("Collectives of a step", ["mode", "tag", "op", "count", "bytes", "bytes sent"], rows)
+    rollout = next(iter(modes.values())).get("rollout")
+    if rollout is not None:
+        every = f"the first of {rollout['every']:,} steps" if rollout["every"] > 1 else "each step"
+        _table(
+            f"Collectives of a rollout, besides, in {every}",
+            ["tag", "op", "count", "", "bytes", "bytes sent"],
+            [_of_rollout(row) for row in rollout["rows"]],
+        )
+
+
+def _of_rollout(row: dict[str, Any]) -> list[str]:
+    """A row that is the same in every mode."""
+    figures = [f"{row[key]:,}" if row[key] is not None else "-" for key in ("payload_bytes", "wire_bytes")]
+    how = "exactly" if row["exact"] else "at most" if row["payload_bytes"] is not None else "as stored"
+    return [row["tag"], row["op"], f"{row['count']:,}", how, *figures]
 
 
 def _by_tag(step: list[dict[str, Any]]) -> list[list[str]]:

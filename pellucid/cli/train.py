@@ -2,16 +2,17 @@
 
 import argparse
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pellucid.cli.output import notice
 from pellucid.config import RunConfig, load_config
 from pellucid.errors import ConfigError, PellucidError, RankError
 
 if TYPE_CHECKING:
-    from pellucid.train import Trainer
+    from pellucid.train import Callback, Trainer
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def train_on_ranks(config: RunConfig, nproc: int, options: dict[str, bool], log_level: str) -> None:
+def train_on_ranks(config: RunConfig, nproc: int, options: dict[str, Any], log_level: str) -> None:
     """As `train`, on ``nproc`` ranks of this machine. Shared with the demo.
 
     Args:
@@ -83,7 +84,7 @@ def train_on_ranks(config: RunConfig, nproc: int, options: dict[str, bool], log_
         raise
 
 
-def _train_rank(config: RunConfig, options: dict[str, bool], log_level: str) -> None:
+def _train_rank(config: RunConfig, options: dict[str, Any], log_level: str) -> None:
     from pellucid.parallel.world import get_rank
     from pellucid.registry import load_plugins
 
@@ -126,10 +127,20 @@ def run_configuration(args: argparse.Namespace) -> RunConfig:
     return config
 
 
-def train(config: RunConfig, *, resume: bool = False, dry_run: bool = False, quiet: bool = False) -> "Trainer":
-    """Set up, say what is coming, run, and write ``report.html``. Shared with the demo.
+def train(
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    dry_run: bool = False,
+    quiet: bool = False,
+    callbacks: Sequence["Callback"] = (),
+) -> "Trainer":
+    """Set up, say what is coming, run, and write ``report.html``. Shared with the demos.
 
     With several ranks every one calls it, and the first speaks for all.
+
+    Args:
+        callbacks: called after those of the configuration.
     """
     from pellucid.cli.progress import TrainProgress
     from pellucid.parallel.world import get_rank
@@ -141,7 +152,7 @@ def train(config: RunConfig, *, resume: bool = False, dry_run: bool = False, qui
 
     is_first = get_rank() == 0
     progress = TrainProgress(quiet=quiet or not is_first)
-    trainer = Trainer(config, callbacks=[progress])
+    trainer = Trainer(config, callbacks=[progress, *callbacks])
     forecast = on_first_rank(lambda: estimate(trainer.setup), tag="init/estimate")
     if forecast is not None and (not quiet or dry_run):
         notice(forecast.line())

@@ -22,9 +22,10 @@ from typing import Protocol, runtime_checkable
 from pellucid.config import build
 from pellucid.data.documents import Document, RawRecord, ReadLog, document_from, parse_size, text_document
 from pellucid.data.readers import RECORD_SUFFIXES, kind_of, known_kinds, read_file, read_objects
+from pellucid.data.reasoning_gym import ReasoningGym
 from pellucid.data.record_sources import ArithmeticProblems, Chats, Preferences
 from pellucid.errors import ConfigError, DataError
-from pellucid.registry import NoOptions, lookup, register
+from pellucid.registry import NoOptions, lookup, names, register
 
 __all__ = [
     "ArithmeticProblems",
@@ -35,6 +36,7 @@ __all__ = [
     "Preferences",
     "PythonLibrary",
     "ReadLog",
+    "ReasoningGym",
     "Shakespeare",
     "Source",
     "Stories",
@@ -71,16 +73,19 @@ def open_source(text: str, *, text_key: str = "text", seed: int = 0, size: str |
     """The source that an INPUT of `pellucid prepare` stands for.
 
     Args:
-        text: a registered name such as ``sample:stories``, a file, a folder (all of it, sorted) or a glob.
+        text: a registered name such as ``sample:stories``, one followed by a colon and a task of it such as
+            ``reasoning-gym:chain_sum``, a file, a folder (all of it, sorted) or a glob.
         size: for sources that can be of any size; others ignore it.
 
     Raises:
         ConfigError: no such registered source, an option out of range, or a kind of file that is not read.
         DataError: no such file, or nothing that matches.
     """
-    if re.fullmatch(r"[\w-]+:[\w-]+", text) and not Path(text).exists():
-        entry = lookup("source", text)
-        given = {"seed": seed} | ({} if size is None else {"size": size})
+    if re.fullmatch(r"[\w-]+:[\w-]+(,\w+=.*)?", text) and not Path(text).exists():
+        name, _, task = text.partition(":")
+        of_tasks = name in names("source")
+        entry = lookup("source", name if of_tasks else text)
+        given = {"seed": seed} | ({} if size is None else {"size": size}) | ({"task": task} if of_tasks else {})
         known = {f.name for f in fields(entry.config)}
         source: Source = entry.target(build(entry.config, {k: v for k, v in given.items() if k in known}, f"{text} "))
         return source

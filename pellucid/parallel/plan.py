@@ -4,7 +4,7 @@ W ranks, k micro-batches an optimizer step. Bytes are those of rank 0.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -44,6 +44,39 @@ class PlannedCollective:
 
 
 @dataclass(frozen=True, slots=True)
+class Message:
+    """What every rank tells all others, as `comm.all_gather_bytes` sends it."""
+
+    tag: str
+    max_bytes: int | None
+    """Of one rank; None where nobody knows before."""
+    exact: bool
+    """It is always so many bytes; otherwise at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """What ranks tell each other at the beginning of every ``every``-th step."""
+
+    every: int
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMessage:
+    """The collectives of one tag in one rollout."""
+
+    tag: str
+    op: str
+    count: int
+    payload_bytes: int | None
+    """All ``count`` together, exactly or at most; None where nobody knows before."""
+    wire_bytes: int | None
+    dtype: str
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedBucket:
     """A bucket and the parameters inside."""
 
@@ -67,10 +100,13 @@ class ModePlan:
     buckets: tuple[PlannedBucket, ...] = field(default=())
     scratch_bytes: int = 0
     """The most that is there beside these for a while: buffers of what is gathered and reduced."""
+    rollout: tuple[PlannedMessage, ...] = ()
+    """Beside ``step``, in every ``rollout_every``-th step from the first."""
+    rollout_every: int = 1
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that this rank sends in a step."""
+        """Bytes that this rank sends in a step, without a rollout's."""
         return sum(row.wire_bytes for row in self.step)
 
     def to_json(self) -> dict[str, Any]:
@@ -88,7 +124,13 @@ class ModePlan:
         ]
         return {
             "mode": self.mode, "world_size": self.world_size, "step": rows, "wire_bytes": self.wire_bytes, "buckets": buckets,
-        }  # fmt: skip
+        } | self.rollout_json()  # fmt: skip
+
+    def rollout_json(self) -> dict[str, Any]:
+        """The key "rollout", where there is one."""
+        if not self.rollout:
+            return {}
+        return {"rollout": {"every": self.rollout_every, "rows": [asdict(row) for row in self.rollout]}}
 
 
 def plan(
@@ -108,6 +150,7 @@ def plan(
     counts_supervised: bool = False,
     reference: Sequence[ParameterInfo] | Literal["own"] | None = None,
     averages_weights: bool = False,
+    rollout: Rollout | None = None,
 ) -> ModePlan:
     """What rank 0 of ``world_size`` holds and sends in one ordinary step of the Trainer.
 
@@ -123,6 +166,7 @@ def plan(
         reference: the parameters of a frozen model that also has a forward in each micro-batch, held as the mode holds
             weights; "own": it is the model itself, below an adapter.
         averages_weights: whether a moving average of what is trained stands beside the optimizer's state.
+        rollout: what ranks tell each other before they learn from it.
 
     Raises:
         ConfigError: the mode has no plan: it is none of Pellucid's own; or its sums cannot be ordered and should be.
@@ -138,7 +182,7 @@ def plan(
         rows = _with_reference(rows, mode, parameters, reference, micro_batches, compute_dtype)
         if averages_weights:  # of the rows that have gradients
             rows = replace(rows, optimizer_bytes=rows.optimizer_bytes + rows.gradients_bytes)
-        return _with_sums(rows, expert_layers, experts, metrics, counts_supervised)
+        return _with_rollout(_with_sums(rows, expert_layers, experts, metrics, counts_supervised), rollout)
     trainable = [info for info in parameters if info.trainable]
     planned = _PLANS[mode](trainable, world_size, micro_batches, int(bucket_size_mb * MIB), reduce_dtype)
     frozen = sum(info.num_bytes for info in parameters if not info.trainable)
@@ -150,7 +194,7 @@ def plan(
     if averages_weights:
         averages = sum(info.num_bytes for info in trainable)
         planned = replace(planned, optimizer_bytes=planned.optimizer_bytes + averages)
-    return _with_sums(planned, expert_layers, experts, metrics, counts_supervised)
+    return _with_rollout(_with_sums(planned, expert_layers, experts, metrics, counts_supervised), rollout)
 
 
 def modes() -> list[str]:
@@ -257,6 +301,22 @@ def _with_sums(planned: ModePlan, layers: int, experts: int, metrics: int, count
             numbers = layers * experts + ROUTER_SUMS
             rows.append(_row("router", "all_reduce", 8 * numbers, torch.float64, planned.world_size))
     return replace(planned, step=tuple(rows))
+
+
+def _with_rollout(planned: ModePlan, rollout: Rollout | None) -> ModePlan:
+    """Each message is two gathers: of how long each rank's is, and of all of them, filled up to the longest."""
+    if rollout is None or not planned.step:
+        return planned
+    size, rows = planned.world_size, list[PlannedMessage]()
+    for message in rollout.messages:
+        lengths = _row(f"{message.tag}/lengths", "all_gather", 8 * size, torch.int64, size)
+        rows.append(PlannedMessage(**asdict(lengths), exact=True))
+        told = PlannedMessage(message.tag, "all_gather", 1, None, None, "uint8", message.exact)
+        if message.max_bytes is not None:
+            payload = size * message.max_bytes
+            told = replace(told, payload_bytes=payload, wire_bytes=wire_bytes("all_gather", payload, size))
+        rows.append(told)
+    return replace(planned, rollout=tuple(rows), rollout_every=rollout.every)
 
 
 def _ordered(planned: ModePlan, micro_batches: int) -> ModePlan:

@@ -139,14 +139,14 @@ def _contents(run: Path) -> dict[str, Any]:
         "version": __version__,
         "made": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "cards": _cards(log, read_config(run / "config.toml")),
-        "notes": _notes(log, drawn),
+        "notes": chart_notes(log, drawn),
         "charts": drawn,
         "data": [chart.data() for chart in drawn],
         "samples": samples,
         "num_samples": num_samples,
         "judged": f"{sum(judged)} of {len(judged)} pass" if judged else "",
-        "evaluation": _tables(read_object(run / "evaluation.json")),
-        "config": _marked_toml(config_text),
+        "evaluation": tables(read_object(run / "evaluation.json")),
+        "config": marked_toml(config_text),
         "facts": _model_facts(run),
         "card": read_text((find_model(run) or run / "model") / "README.md"),
         "saves": [f"step {event['step']:,}" for event in log.saves],
@@ -181,10 +181,11 @@ def _cards(log: RunLog, config: dict[str, Any]) -> list[tuple[str, str, str]]:
     return cards
 
 
-def _notes(log: RunLog, drawn: list[Chart]) -> list[str]:
+def chart_notes(log: RunLog, drawn: list[Chart]) -> list[str]:
+    """What is wrong with the numbers of a log: values that are not finite, lines that cannot be read."""
     notes = []
     for chart in drawn:
-        if chart.id == "validation":  # stands in the loss chart too
+        if chart.id.endswith("validation"):  # stands in the loss chart too
             continue
         for odd in (curve.series.odd for curve in chart.curves if curve.series.odd):
             notes.append(f"{chart.title}: {len(odd):,} non-finite, the first {odd[0][1]} at step {odd[0][0]:,}.")
@@ -194,14 +195,14 @@ def _notes(log: RunLog, drawn: list[Chart]) -> list[str]:
     return notes
 
 
-def _tables(values: dict[str, Any], title: str = "") -> list[tuple[str, list[tuple[str, str]]]]:
+def tables(values: dict[str, Any], title: str = "") -> list[tuple[str, list[tuple[str, str]]]]:
     """A JSON object as tables of its plain values, one for it and one for each object inside."""
     rows = [(key, _cell(value)) for key, value in values.items() if not isinstance(value, dict)]
-    tables = [(title, rows)] if rows else []
+    found = [(title, rows)] if rows else []
     for key, value in values.items():
         if isinstance(value, dict):
-            tables += _tables(value, f"{title} / {key}" if title else key)
-    return tables
+            found += tables(value, f"{title} / {key}" if title else key)
+    return found
 
 
 def _cell(value: object) -> str:
@@ -223,7 +224,7 @@ def _model_facts(run: Path) -> list[tuple[str, str]]:
     return facts + [(key, _cell(value)) for key, value in plain.items()]
 
 
-def _marked_toml(text: str) -> str:
+def marked_toml(text: str) -> str:
     """TOML text, escaped, with its comments and table headers marked up."""
     lines = []
     for line in html.escape(text).splitlines():

@@ -119,7 +119,9 @@ def print_summary(trace: Trace, file: TextIO) -> None:
 def _print_verdict(trace: Trace, file: TextIO) -> None:
     match = bytes_match(trace.rows)
     wrong = ", ".join(f"{row.tag} ({row.op})" for row in trace.rows if row.matches is False)
-    words = {True: "as predicted, payload and sent, every tag", False: f"differ from the prediction: {wrong}"}
+    bounded = ", ".join(row.tag for row in trace.rows if row.at_most)
+    most = f"; {bounded} at most" if bounded else ""
+    words = {True: f"as predicted, payload and sent, every tag{most}", False: f"differ from the prediction: {wrong}"}
     print(
         f"bytes: {words[match]}" if match is not None else "bytes: not compared, no prediction for this step", file=file
     )

@@ -210,8 +210,9 @@ def _cards(ranks: Sequence[RankStep], rows: Sequence[Row]) -> list[tuple[str, st
         return f"rank {rank}" if len(ranks) > 1 else "the one rank recorded"
 
     match = bytes_match(rows)
+    how = "every tag, to the byte" + (", answers at most" if any(row.at_most for row in rows) else "")
     verdict = ("not compared", "no prediction for this step", "") if match is None else (
-        ("✓ as predicted", "every tag, to the byte", "good") if match else ("✗ differ", "see the table below", "bad")
+        ("✓ as predicted", how, "good") if match else ("✗ differ", "see the table below", "bad")
     )  # fmt: skip
     return [
         ("step", format_time(slowest.step_s), of(slowest.rank), ""),
@@ -226,7 +227,7 @@ def _cards(ranks: Sequence[RankStep], rows: Sequence[Row]) -> list[tuple[str, st
 def _byte_lines(row: Row) -> dict[str, Any]:
     """One row of the table of bytes: a line each group of ranks that recorded the same."""
     return {
-        "tag": f"{row.tag}/…" if row.divided else row.tag, "op": row.op, "predicted": row.predicted,
+        "tag": f"{row.tag}/…" if row.divided else row.tag, "op": row.op, "predicted": row.predicted, "at_most": row.at_most,
         "matches": row.matches, "alike": len(row.recorded) == 1,
         "lines": [
             {

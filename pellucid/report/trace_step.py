@@ -132,6 +132,8 @@ class Row:
     """Whether a plan of an ordinary step would have to name it."""
     divided: bool = False
     """Whether tags below this one are counted here: how many there are was not predicted, only their sum."""
+    at_most: bool = False
+    """Whether fewer bytes than predicted are as well: how long answers become nobody knows before."""
 
     @property
     def matches(self) -> bool | None:
@@ -143,6 +145,9 @@ class Row:
     def agrees(self, recorded: Amount) -> bool:
         """Whether one rank's amount is the predicted one; what the plan does not name is predicted not to be there."""
         wanted = self.predicted or Amount(recorded.dtype, 0, 0, 0)
+        if self.at_most:
+            fits = recorded.payload_bytes <= wanted.payload_bytes and recorded.wire_bytes <= wanted.wire_bytes
+            return fits and (recorded.dtype, recorded.count) == (wanted.dtype, wanted.count)
         if not self.divided:
             return recorded == wanted
         same = recorded.dtype == wanted.dtype and recorded.payload_bytes == wanted.payload_bytes
@@ -169,6 +174,17 @@ class Plan:
     step: dict[tuple[str, str], Amount]
     """By tag and op."""
     parameters: tuple[Parameter, ...]
+    rollout: dict[tuple[str, str], Amount] = field(default_factory=dict)
+    """What the first of each ``rollout_every`` steps moves besides; without what nobody can know before."""
+    rollout_every: int = 1
+    at_most: frozenset[tuple[str, str]] = frozenset()
+    """Of ``rollout``: bytes that may be fewer."""
+
+    def of_step(self, step: int) -> dict[tuple[str, str], Amount]:
+        """What step number ``step`` moves, from 1; before the first nothing is foretold."""
+        if step == 0:
+            return {}
+        return self.step | (self.rollout if (step - 1) % self.rollout_every == 0 else {})
 
 
 def read_plan(path: Path) -> Plan | None:
@@ -177,7 +193,7 @@ def read_plan(path: Path) -> Plan | None:
     try:
         step: dict[tuple[str, str], Amount] = {}
         for row in table["step"]:
-            amount = Amount(str(row["dtype"]), *(int(row[key]) for key in ("count", "payload_bytes", "wire_bytes")))
+            amount = _amount(row)
             key = str(row["tag"]), str(row["op"])
             step[key] = _added(step[key], amount) if key in step else amount
         parameters = tuple(
@@ -185,9 +201,22 @@ def read_plan(path: Path) -> Plan | None:
             for bucket in table.get("buckets", [])
             for p in bucket["parameters"]
         )
-        return Plan(str(table["mode"]), int(table["world_size"]), step, parameters)
+        mode, size, every = str(table["mode"]), int(table["world_size"]), 1
+        rollout, at_most = dict[tuple[str, str], Amount](), set[tuple[str, str]]()
+        if "rollout" in table:
+            every = max(1, int(table["rollout"]["every"]))
+            for row in table["rollout"]["rows"]:
+                if row["payload_bytes"] is not None:
+                    key = str(row["tag"]), str(row["op"])
+                    rollout[key] = _amount(row)
+                    at_most |= set() if row["exact"] else {key}
+        return Plan(mode, size, step, parameters, rollout, every, frozenset(at_most))
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def _amount(row: dict[str, Any]) -> Amount:
+    return Amount(str(row["dtype"]), *(int(row[key]) for key in ("count", "payload_bytes", "wire_bytes")))
 
 
 def compare(plan: Plan | None, ranks: Sequence[RankStep]) -> list[Row]:
@@ -196,7 +225,7 @@ def compare(plan: Plan | None, ranks: Sequence[RankStep]) -> list[Row]:
     Before the first step, and without a plan, nothing had to be predicted. Neither had what a validation, a save or a
     decision adds to an ordinary step; parameters that travel without being foretold had.
     """
-    predicted = dict(plan.step) if plan is not None and ranks[0].step else {}
+    predicted = plan.of_step(ranks[0].step) if plan is not None else {}
     planned_tags = {tag for tag, _ in predicted}
     rows: dict[tuple[str, str], Row] = {}
     sums: list[dict[tuple[str, str], Amount]] = []
@@ -214,6 +243,7 @@ def compare(plan: Plan | None, ranks: Sequence[RankStep]) -> list[Row]:
     for key, amount in predicted.items():
         rows.setdefault(key, Row(*key, amount))
     for key, row in rows.items():
+        row.at_most = plan is not None and key in plan.at_most and row.predicted is not None
         for rank, amounts in zip(ranks, sums, strict=True):
             nothing = Amount(row.predicted.dtype if row.predicted else "", 0, 0, 0)
             row.recorded.setdefault(amounts.get(key, nothing), []).append(rank.rank)
@@ -255,7 +285,7 @@ def summary(step: int, plan: Plan | None, ranks: Sequence[RankStep], rows: Seque
         ],
         "bytes": [
             {
-                "tag": row.tag, "op": row.op, "matches": row.matches,
+                "tag": row.tag, "op": row.op, "matches": row.matches, "at_most": row.at_most,
                 "predicted": asdict(row.predicted) if row.predicted else None,
                 "recorded": [asdict(amount) | {"ranks": of} for amount, of in row.recorded.items()],
             }

@@ -20,7 +20,7 @@ from pellucid.registry import lookup
 from pellucid.train.activations import ShapeModel, known_shape, peak_activation_bytes
 from pellucid.train.precision import matmul_gflops
 from pellucid.train.setup import Setup, context_of, plan_mode
-from pellucid.train.strategies import Strategy, unit_of
+from pellucid.train.strategies import Strategy, rows_of
 
 GIB = 2**30
 EFFICIENCY = 0.55
@@ -72,8 +72,7 @@ def estimate(setup: Setup) -> Estimate:
     """Memory from a run on shapes, time from the model's arithmetic and a probe of the matrix-product speed."""
     config = setup.config
     context = context_of(config)
-    rows_each = getattr(setup.strategy, "rows_each", 2 if unit_of(setup.strategy) == "pairs" else 1)
-    tokens = config.train.global_batch * context * rows_each
+    tokens = config.train.global_batch * context * rows_of(setup.strategy)
     seconds = None
     if setup.device.type == "cpu":
         speed = matmul_gflops(setup.dtype) * 1e9 * EFFICIENCY

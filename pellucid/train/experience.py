@@ -5,7 +5,7 @@ R rows, T tokens of a row.
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -188,23 +188,50 @@ def _mean(values: Iterable[float]) -> float:
     return statistics.fmean(map(float, values))
 
 
-def to_json(answers: Iterable[Answer]) -> list[dict[str, Any]]:
-    """For other ranks; numbers keep their bits."""
-    return [asdict(answer) for answer in answers]
+def to_bytes(answers: Iterable[Answer], *, scores: bool) -> bytes:
+    """For other ranks: how many numbers each tensor of `to_tensors` has, then the tensors; numbers keep their bits.
+
+    Args:
+        scores: with log-probabilities.
+    """
+    kept = [a if scores else replace(a, sampler=[], trainer=[], old=[], reference=[]) for a in answers]
+    tensors = to_tensors(kept).values()
+    numels = np.array([tensor.numel() for tensor in tensors], np.int64)
+    return b"".join([numels.tobytes(), *(tensor.numpy().tobytes() for tensor in tensors)])
 
 
-def from_json(values: Iterable[dict[str, Any]]) -> list[Answer]:
-    """What `to_json` gave."""
-    return [Answer(**value) for value in values]
+def num_bytes(*, answers: int, rewards: int, tokens: int, scores: int) -> int:
+    """Of `to_bytes`.
+
+    Args:
+        rewards: of each answer.
+        tokens: of all prompts and answers.
+        scores: log-probabilities of all answers together.
+    """
+    columns, lengths = len(_PLAIN) + 2 * len(_RAGGED), 8 * len(_RAGGED)
+    each = sum(dtype.itemsize for dtype in _PLAIN.values()) + lengths + _RAGGED["rewards"].itemsize * rewards
+    return (
+        8 * columns
+        + each * answers
+        + (_RAGGED["ids"].itemsize + _RAGGED["learnt"].itemsize) * tokens
+        + _RAGGED["sampler"].itemsize * scores
+    )
+
+
+def from_bytes(data: bytes) -> list[Answer]:
+    """What `to_bytes` gave."""
+    dtypes = {name: tensor.numpy().dtype for name, tensor in to_tensors([]).items()}
+    numels = np.frombuffer(data, np.int64, len(dtypes))
+    tensors, start = dict[str, Tensor](), numels.nbytes
+    for (name, dtype), numel in zip(dtypes.items(), numels.tolist(), strict=True):
+        tensors[name] = torch.from_numpy(np.frombuffer(data, dtype, numel, start).copy())
+        start += numel * dtype.itemsize
+    return from_tensors(tensors)
 
 
 def to_tensors(answers: Sequence[Answer]) -> dict[str, Tensor]:
     """For a checkpoint: each field behind one another, with the lengths of those that vary."""
-    tensors: dict[str, Tensor] = {
-        "group": torch.tensor([a.group for a in answers], dtype=torch.int64),
-        "ended": torch.tensor([a.ended for a in answers], dtype=torch.bool),
-        "advantage": torch.tensor([a.advantage for a in answers], dtype=torch.float32),
-    }
+    tensors = {name: torch.tensor([getattr(a, name) for a in answers], dtype=dtype) for name, dtype in _PLAIN.items()}
     for name, dtype in _RAGGED.items():
         values = [getattr(a, name) for a in answers]
         tensors[name] = torch.tensor([x for v in values for x in v], dtype=dtype)
@@ -217,11 +244,12 @@ def from_tensors(tensors: dict[str, Tensor]) -> list[Answer]:
     ragged = {
         name: [part.tolist() for part in tensors[name].split(tensors[f"{name}/lengths"].tolist())] for name in _RAGGED
     }
-    plain = {name: tensors[name].tolist() for name in ("group", "ended", "advantage")}
+    plain = {name: tensors[name].tolist() for name in _PLAIN}
     columns = plain | ragged
     return [Answer(**{name: column[i] for name, column in columns.items()}) for i in range(len(plain["group"]))]
 
 
+_PLAIN = {"group": torch.int64, "ended": torch.bool, "advantage": torch.float32}
 _RAGGED = {
     "ids": torch.int64, "learnt": torch.bool, "rewards": torch.float64, **dict.fromkeys(SCORES, torch.float32),
 }  # fmt: skip

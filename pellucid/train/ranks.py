@@ -13,6 +13,9 @@ from pellucid.parallel.parts import SavedTensors
 
 T = TypeVar("T")
 
+NOTHING_BYTES = len(json.dumps({"value": None}))
+"""What a rank says in `on_every_rank` where its function returned None."""
+
 
 def of_first_rank(value: str, *, tag: str) -> str:
     """The first rank's ``value``, on every rank."""

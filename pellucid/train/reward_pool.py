@@ -49,6 +49,7 @@ class RewardPool:
         self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="rewards")
         self._workers: list[_Worker] = []
+        self._closing = False
         try:
             for _ in range(workers):
                 self._workers.append(_Worker(self))
@@ -71,8 +72,13 @@ class RewardPool:
         return [values[i * width : (i + 1) * width] for i in range(len(items))]
 
     def close(self) -> None:
-        """End the workers; a second time nothing."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        """End the workers, one that judges at once; a second time nothing."""
+        self._closing = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in list(self._workers):
+            if worker.busy:  # interrupted: nobody wants to know any more
+                worker.process.kill()
+        self._threads.shutdown(wait=True)
         for worker in self._workers:
             assert worker.process.stdin is not None
             with contextlib.suppress(OSError):
@@ -91,9 +97,10 @@ class RewardPool:
             if said is None:
                 status = worker.end()
                 self._workers.remove(worker)
-                worker = _Worker(self)
-                self._workers.append(worker)
-                worker.greet()
+                if not self._closing:
+                    worker = _Worker(self)
+                    self._workers.append(worker)
+                    worker.greet()
             self._free.put(worker)
         if said is not None and "value" in said:
             return float(said["value"])
@@ -117,6 +124,8 @@ class _Worker:
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )  # fmt: skip
         self._rest = b""
+        self.busy = False
+        """Somebody waits for its reply."""
 
     def greet(self) -> None:
         pool = self.pool
@@ -132,6 +141,7 @@ class _Worker:
         """The reply; None where there is none in time."""
         assert self.process.stdin is not None and self.process.stdout is not None
         end = time.monotonic() + (timeout_s or self.pool.timeout_s + 1.0)  # the worker's own alarm comes first
+        self.busy = True
         try:
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
             self.process.stdin.flush()
@@ -146,6 +156,8 @@ class _Worker:
                     self._rest += data
         except OSError:
             return None
+        finally:
+            self.busy = False
         line, _, self._rest = self._rest.partition(b"\n")
         reply: dict[str, Any] = json.loads(line)
         return reply

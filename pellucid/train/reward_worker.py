@@ -1,9 +1,10 @@
 """A process that judges completions: JSON lines in, JSON lines out, and gone when its parent is.
 
-It is handed its rewards in the first line, then one completion a line. A reward that overstays ends the whole process, even
-where its parent has gone: nothing else stops a function that hangs.
+It is handed its rewards in the first line, then one completion a line. A reward that overstays ends the whole process: nothing
+else stops a function that hangs.
 """
 
+import ctypes
 import json
 import math
 import os
@@ -27,7 +28,9 @@ def main() -> None:
         out.write(json.dumps(message) + "\n")
         out.flush()
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends it
+    for number in (signal.SIGINT, signal.SIGTERM):  # the whole group may get them; the parent finishes its step first
+        signal.signal(number, signal.SIG_IGN)
+    _die_with_parent()
     given = json.loads(sys.stdin.readline())
     sys.path[:] = given["path"]
     try:
@@ -43,6 +46,13 @@ def main() -> None:
         answer = _judge(rewards[asked["reward"]], asked)
         signal.setitimer(signal.ITIMER_REAL, 0)
         reply(answer)
+
+
+def _die_with_parent() -> None:
+    """End when the process that asks does, even if it is killed while a reward runs; elsewhere than on Linux the alarm has to do."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def _judge(reward: Reward, asked: dict[str, Any]) -> dict[str, Any]:

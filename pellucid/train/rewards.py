@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from pellucid.data.reasoning_gym import judge, load_package
 from pellucid.errors import ConfigError, DataError
 from pellucid.registry import load_plugins, lookup, register
 
@@ -28,6 +29,22 @@ def exact_match(prompt: str, completion: str, record: dict[str, Any]) -> float:
     return float(completion.strip() == str(record["answer"]).strip())
 
 
+@register("reward", "reasoning_gym")
+class ReasoningGymReward:
+    """What a task of reasoning-gym says of the completion, without space around it; 0 to 1 in most.
+
+    Raises:
+        ConfigError: when it is made: the package is not installed.
+        DataError: the record is not of `pellucid prepare reasoning-gym:TASK`.
+    """
+
+    def __init__(self) -> None:
+        load_package()  # takes seconds, which no completion has
+
+    def __call__(self, prompt: str, completion: str, record: dict[str, Any]) -> float:
+        return judge(completion.strip(), record)
+
+
 def check_reward(name: str) -> None:
     """`ConfigError` for what is neither a registered name, naming the nearest, nor of the form ``module:function``."""
     module, colon, function = name.partition(":")
@@ -38,17 +55,17 @@ def check_reward(name: str) -> None:
 
 
 def find_reward(name: str) -> Reward:
-    """A registered reward by its name, or a function by ``module:function``.
+    """A registered reward by its name, or a function by ``module:function``. A class is made here, once for all completions.
 
     Raises:
         ConfigError: there is none; names the nearest registered one.
     """
     module, colon, function = name.partition(":")
     if not colon:
-        reward: Reward = lookup("reward", name).target
-        return reward
+        found: Reward = lookup("reward", name).target
+        return found() if isinstance(found, type) else found
     load_plugins((module,))
-    found = getattr(importlib.import_module(module), function, None)
-    if not callable(found):
+    own = getattr(importlib.import_module(module), function, None)
+    if not callable(own):
         raise ConfigError(f"strategy.rewards: module {module!r} has no function {function!r}")
-    return found  # type: ignore[no-any-return]
+    return own  # type: ignore[no-any-return]

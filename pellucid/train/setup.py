@@ -21,7 +21,7 @@ from pellucid.errors import ConfigError, DataError
 from pellucid.model import Transformer
 from pellucid.model.lora import add_lora, lora_of
 from pellucid.model.quantize import refuse_quantized
-from pellucid.optim import build_schedule
+from pellucid.optim import MuonOptions, build_schedule
 from pellucid.optim.schedules import Schedule
 from pellucid.parallel import Executor, comm, create_executor
 from pellucid.parallel.check import CollectiveCheck
@@ -39,7 +39,7 @@ from pellucid.train.precision import DTYPES, resolve_dtype
 from pellucid.train.ranks import of_first_rank, on_first_rank
 from pellucid.train.run_folder import CONFIG
 from pellucid.train.state import seed_everything
-from pellucid.train.strategies import Strategy, metrics_of, reads_of, unit_of
+from pellucid.train.strategies import PlansRollouts, Strategy, metrics_of, reads_of, unit_of
 
 VERIFIED_BYTES = 2 * 2**30
 """Data up to this size is checked against its hashes before the first step, about a second a GiB; `inspect` checks any."""
@@ -159,6 +159,11 @@ def _resolve_dtype(config: RunConfig, device: torch.device) -> RunConfig:
         name = load_config(own).train.dtype
     name = str(resolve_dtype(name, device)).removeprefix("torch.")
     name = of_first_rank(name, tag="init/dtype")  # "auto" is measured, and ranks could measure differently
+    options = options_of("optimizer", config.optim.name, config.optim.options)
+    if isinstance(options, MuonOptions) and options.newton_schulz_dtype == "auto":
+        narrow = name == "bfloat16"
+        options = replace(options, newton_schulz_dtype="bfloat16" if narrow else "float32")
+        config = replace(config, optim=replace(config.optim, options=options))
     return replace(config, train=replace(config.train, dtype=name))  # type: ignore[arg-type]
 
 
@@ -348,6 +353,7 @@ def plan_mode(
     options = config.parallel.modes.get(mode)
     size = getattr(options, "bucket_size_mb", None) or getattr(options, "bucket_cap_mb", None)
     reduce_dtype, compute_dtype = (getattr(options, key, None) for key in ("reduce_dtype", "compute_dtype"))
+    prompts = micro_batches * config.train.micro_batch
     return plan(
         parameters,
         mode=mode,
@@ -364,6 +370,7 @@ def plan_mode(
         counts_supervised=unit_of(strategy) != "tokens",
         reference=_planned_reference(config, parameters, strategy),
         averages_weights=config.train.ema_decay is not None,
+        rollout=strategy.rollout(config, prompts=prompts) if isinstance(strategy, PlansRollouts) else None,
     )
 
 

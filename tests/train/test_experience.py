@@ -1,7 +1,5 @@
 """Answers on their way into rows, to other ranks and through checkpoints."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -13,11 +11,12 @@ from pellucid.train.experience import (
     Answer,
     compare,
     experience,
-    from_json,
+    from_bytes,
     from_tensors,
+    num_bytes,
     stored_answers,
     summary,
-    to_json,
+    to_bytes,
     to_tensors,
 )
 
@@ -50,15 +49,33 @@ def test_no_answers_are_one_empty_row():
     assert batch.sample_ids.tolist() == [-1] and not batch.loss_mask.any() and batch.old is None
 
 
-@pytest.mark.parametrize("way", ["json", "tensors"])
+@pytest.mark.parametrize("way", ["bytes", "tensors"])
 def test_answers_come_back_to_the_bit(way):
     mine = answers()
     compare(mine, "grpo")
-    if way == "json":
-        back = from_json(json.loads(json.dumps(to_json(mine))))
+    if way == "bytes":
+        back = from_bytes(to_bytes(mine, scores=True))
     else:
         back = from_tensors({name: tensor.clone() for name, tensor in to_tensors(mine).items()})
     assert back == mine and mine[0].advantage != 0
+
+
+def test_answers_without_scores_are_told_in_fewer_bytes_and_none_are_too():
+    mine = answers()
+    back = from_bytes(to_bytes(mine, scores=False))
+    assert [a.ids for a in back] == [a.ids for a in mine] and not any(a.sampler or a.old for a in back)
+    assert mine[0].sampler, "only what is told has none"
+    assert from_bytes(to_bytes([], scores=True)) == []
+
+
+@pytest.mark.parametrize("scores, known", [(True, 6), (False, 0)])
+def test_the_bytes_of_answers_are_known_from_their_lengths(scores, known):
+    mine = answers()
+    assert len(to_bytes(mine, scores=scores)) == num_bytes(answers=3, rewards=2, tokens=9, scores=known)
+    assert len(to_bytes([], scores=scores)) == num_bytes(answers=0, rewards=2, tokens=0, scores=0)
+    assert (
+        num_bytes(answers=1, rewards=2, tokens=4, scores=3) - num_bytes(answers=1, rewards=2, tokens=3, scores=2) == 13
+    )
 
 
 def test_stored_rollouts_become_the_rows_that_they_were():

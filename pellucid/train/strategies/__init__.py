@@ -1,6 +1,16 @@
 """Training objectives. A strategy says what a batch weighs, before any forward, and what its summed loss is."""
 
-from pellucid.train.strategies.base import LossOutput, MakesBatches, Strategy, UsesRun, metrics_of, reads_of, unit_of
+from pellucid.train.strategies.base import (
+    LossOutput,
+    MakesBatches,
+    PlansRollouts,
+    Strategy,
+    UsesRun,
+    metrics_of,
+    reads_of,
+    rows_of,
+    unit_of,
+)
 from pellucid.train.strategies.dpo import Dpo, DpoOptions
 from pellucid.train.strategies.grpo import Grpo
 from pellucid.train.strategies.grpo_options import GrpoOptions
@@ -14,6 +24,7 @@ __all__ = [
     "GrpoOptions",
     "LossOutput",
     "MakesBatches",
+    "PlansRollouts",
     "Pretrain",
     "PretrainOptions",
     "Sft",
@@ -22,5 +33,6 @@ __all__ = [
     "UsesRun",
     "metrics_of",
     "reads_of",
+    "rows_of",
     "unit_of",
 ]

@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from pellucid.config import RunConfig
 from pellucid.errors import ConfigError
 from pellucid.model import Transformer
+from pellucid.parallel.plan import Rollout
 from pellucid.train.routing import RoutingSums
 
 if TYPE_CHECKING:
@@ -35,7 +37,8 @@ class Strategy(Protocol):
     - ``metrics``, the names of `LossOutput.metrics`, in validation too; none where it says nothing;
     - ``reads``, the kind of data that it wants, as index.json has it; any where it says nothing;
     - ``updates``, steps in a row that get the same samples; 1 where it says nothing;
-    - ``rows_each``, rows of a forward that one sample becomes; 2 of pairs, otherwise 1, where it says nothing.
+    - ``rows_each``, rows of a forward that one sample becomes; 2 of pairs, otherwise 1, where it says nothing;
+    - ``whole_weights``, whether it refuses modes that shard weights; False where it says nothing.
     """
 
     def weight(self, batch: Any) -> int:
@@ -86,6 +89,19 @@ class MakesBatches(Protocol):
         ...
 
 
+@runtime_checkable
+class PlansRollouts(Protocol):
+    """A strategy whose ranks tell each other something in `MakesBatches.make_batches`."""
+
+    def rollout(self, config: RunConfig, *, prompts: int) -> Rollout:
+        """What that is, for `pellucid plan` and the run's own.
+
+        Args:
+            prompts: samples of a rank in a step.
+        """
+        ...
+
+
 RESERVED = {
     "event", "step", "epoch", "tokens", "loss", "lr", "grad_norm", "time", "seconds", "tokens_per_s", "supervised", "pairs",
     "sequences",
@@ -96,6 +112,11 @@ RESERVED = {
 def unit_of(strategy: Strategy) -> str:
     """What the loss of a strategy is divided by."""
     return str(getattr(strategy, "unit", "tokens"))
+
+
+def rows_of(strategy: Strategy) -> int:
+    """Rows of a forward that one sample becomes."""
+    return int(getattr(strategy, "rows_each", 2 if unit_of(strategy) == "pairs" else 1))
 
 
 def metrics_of(strategy: Strategy) -> tuple[str, ...]:

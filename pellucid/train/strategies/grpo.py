@@ -12,20 +12,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pellucid.config import RunConfig
 from pellucid.data.batches import Batch
 from pellucid.data.records import PromptBatch, Prompts, RolloutBatch
 from pellucid.model import Transformer
+from pellucid.parallel import comm
+from pellucid.parallel.plan import Rollout
 from pellucid.registry import register
 from pellucid.train.experience import (
     Answer,
     ExperienceBatch,
     compare,
     experience,
-    from_json,
+    from_bytes,
     from_tensors,
     keep_scores,
     stored_answers,
-    to_json,
+    to_bytes,
     to_tensors,
 )
 from pellucid.train.forward import bare_model, predict
@@ -45,7 +48,7 @@ from pellucid.train.rollout import answer_prompts
 from pellucid.train.routing import routing_sums
 from pellucid.train.strategies.base import LossOutput
 from pellucid.train.strategies.grpo_options import GrpoOptions
-from pellucid.train.strategies.grpo_run import GrpoState, check_run
+from pellucid.train.strategies.grpo_run import GrpoState, check_run, plan_rollout
 
 if TYPE_CHECKING:
     from pellucid.train.setup import Setup
@@ -62,6 +65,7 @@ class Grpo:
 
     unit = "sequences"
     reads = "grpo"
+    whole_weights = True
 
     def __init__(self, options: GrpoOptions) -> None:
         self.options = options
@@ -106,12 +110,13 @@ class Grpo:
         if fresh:
             self._refresh_reference(step)
             began = time.perf_counter()
-            parts = on_every_rank(lambda: to_json(self._answers(window, step)), tag="rollout")  # ★
-            answers = [answer for part in parts for answer in from_json(part)]
-            compare(answers, self.options.advantage)
-            self.take(answers)
+            mine: list[Answer] = []
+            on_every_rank(lambda: mine.extend(self._answers(window, step)), tag="rollout/drawn")  # ★
+            compare(mine, self.options.advantage)
             self.rollout_seconds = time.perf_counter() - began
-            self._score(window)  # ★
+            self.take(mine)
+            self._score(window)
+            self._share(mine)  # ★
         return [self._rows(batch) for batch in window]
 
     def annotate(self, batch: Any, *, step: int, validation: bool) -> ExperienceBatch:
@@ -239,7 +244,7 @@ class Grpo:
 
     @torch.no_grad()
     def _score(self, window: Sequence[PromptBatch | RolloutBatch]) -> None:
-        """Write down what the trainer's forward and the reference say of this rank's answers, before the first update. ★"""
+        """Write down what the trainer's forward and the reference say of this rank's answers, before the first update."""
         assert self._setup is not None
         keeps = self.options.updates > 1 or (self._online and self.options.temperature != 1)
         for batch in window:
@@ -248,10 +253,17 @@ class Grpo:
                 keep_scores(answers, "reference", self._reference_scores(rows), rows.loss_mask)
             if keeps:
                 self._keep_trainer_scores(answers, rows)
-        if self.options.updates > 1:  # whoever saves has them all
-            mine = [answer for batch in window for answer in self._of(batch)]
-            parts = on_every_rank(lambda: to_json(mine), tag="rollout/scores")
-            self.take([answer for part in parts for answer in from_json(part)])
+
+    def _share(self, mine: list[Answer]) -> None:
+        """Take the answers of all ranks, with log-probabilities where a checkpoint among updates needs them. ★"""
+        if comm.world_size() == 1:
+            return
+        parts = comm.all_gather_bytes(to_bytes(mine, scores=self.options.updates > 1), tag="rollout/answers")
+        self.take([a for rank, part in enumerate(parts) for a in (mine if rank == comm.rank() else from_bytes(part))])
+
+    def rollout(self, config: RunConfig, *, prompts: int) -> Rollout:
+        """As `PlansRollouts` has it."""
+        return plan_rollout(self.options, config, prompts)
 
     def _keep_trainer_scores(self, answers: Sequence[Answer], rows: ExperienceBatch) -> None:
         """Write down what the model says of rows now, and as the old policy's word unless there is one."""

@@ -2,9 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
+from pellucid.config import RunConfig
 from pellucid.errors import ConfigError
+from pellucid.parallel.plan import Message, Rollout
 from pellucid.train.callbacks import Callback, StepInfo
-from pellucid.train.experience import summary
+from pellucid.train.experience import num_bytes, summary
+from pellucid.train.ranks import NOTHING_BYTES
 from pellucid.train.strategies.grpo_options import GrpoOptions
 
 if TYPE_CHECKING:
@@ -45,6 +48,22 @@ def check_run(setup: "Setup", options: GrpoOptions, *, online: bool) -> None:
             f"strategy.rewards is {', '.join(options.rewards)}, and the data has answers with rewards of their own; leave it out, "
             "or prepare prompts without responses"
         )
+
+
+def plan_rollout(options: GrpoOptions, config: RunConfig, prompts: int) -> Rollout:
+    """What ranks tell each other, each of ``prompts`` at most.
+
+    How long answers become nobody knows before, so theirs is what it would be if all filled the window; how many stored
+    ones there are only the data says.
+    """
+    most = None
+    if options.rewards:
+        window, answers = config.data.context or config.model.max_position_embeddings, prompts * options.completions
+        known = (3 if options.kl_coef == 0 else 4) if options.updates > 1 else 0  # of `SCORES`, with the reference's
+        drawn = answers * min(options.max_tokens, window - 1)
+        most = num_bytes(answers=answers, rewards=len(options.rewards), tokens=answers * window, scores=known * drawn)
+    told = (Message("rollout/drawn", NOTHING_BYTES, True), Message("rollout/answers", most, False))
+    return Rollout(options.updates, told)
 
 
 class GrpoState(Callback):

@@ -1,14 +1,13 @@
 """GRPO runs: the loss by hand, sampler and trainer agreeing to the bit, the same on ranks, resumed among its updates."""
 
 import json
-import os
-import signal
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from records import MemoryRecords, part
+from grpo_runs import ONLINE, rollouts, run
+from records import part
 from safetensors.torch import load_file
 from support import TINY, digest, run_ranks, tensors_of, tiny_config, try_ranks, whole_weights
 
@@ -16,117 +15,13 @@ from pellucid import save_model
 from pellucid.cli import main
 from pellucid.config import ModelConfig, load_config
 from pellucid.data.record_files import Record
-from pellucid.data.records import Rollouts
 from pellucid.errors import ConfigError, TrainingError
 from pellucid.inference import Engine, SamplingParams
 from pellucid.model import Transformer
-from pellucid.parallel import comm
-from pellucid.train import Callback, Trainer
+from pellucid.train import Trainer
 from pellucid.train.grpo_losses import token_log_probs
 
-REWARDS = """
-import os
-
-def even(prompt, completion, record):
-    "Half of the bytes, and so of what a new model says, are even."
-    codes = completion.encode()
-    return sum(c % 2 == 0 for c in codes) / len(codes) if codes else 0.0
-
-def same(prompt, completion, record):
-    return 0.1
-
-def late(prompt, completion, record):
-    while True:
-        pass
-
-def nan(prompt, completion, record):
-    return float("nan")
-
-def raises(prompt, completion, record):
-    raise KeyError(record["answer"])
-
-def seen(prompt, completion, record):
-    with open(os.environ["SEEN"], "a") as file:
-        file.write(repr((prompt, completion, record)) + "\\n")
-    return 0.0
-"""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def rewards(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("modules")
-    (folder / "grpo_rewards.py").write_text(REWARDS)
-    patch = pytest.MonkeyPatch()
-    patch.syspath_prepend(str(folder))
-    yield
-    patch.undo()
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    """60 sums with a byte-level vocabulary, prepared."""
-    root = tmp_path_factory.mktemp("prompts")
-    lines = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(6)]
-    (root / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    arguments = ["prepare", str(root / "sums.jsonl"), "--for", "grpo", "--vocab-size", "259", "--chat-template", "none"]
-    assert main([*arguments, "--out", str(root / "data"), "--val-fraction", "0.1"]) == 0
-    return root / "data"
-
-
-class Seen(Callback):
-    def __init__(self, stop_at=None, rank=0):
-        self.infos, self.validations, self.stop = [], [], (stop_at, rank)
-
-    def on_optimizer_step(self, trainer, info):
-        self.infos.append(info)
-        if (info.step, comm.rank()) == self.stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def on_validation(self, trainer, info):
-        self.validations.append(info)
-
-
-ONLINE = dict(
-    strategy__name="grpo", strategy__rewards=["grpo_rewards:even"], strategy__completions=3, strategy__max_tokens=5,
-    strategy__reward_workers=1, model__vocab_size=0, model__max_position_embeddings=32, model__initializer_range=0.3,
-    train__steps=4, train__global_batch=6, train__micro_batch=1, train__val_every=0, train__save_every=2, train__keep_last=0,
-    optim__warmup_steps=0, optim__schedule="constant",
-)  # fmt: skip
-
-
-def run(prompts=None, out="", *, resume=False, stop_at=None, data=None, val_data=None, strategy=None, **changes):
-    settings = dict(ONLINE)
-    if prompts is not None:
-        settings["data__path"] = str(prompts)
-    else:
-        settings |= {"strategy__rewards": [], "model__vocab_size": 61}
-    if "optim__name" not in changes:
-        settings["optim__eps"] = 1e-4
-    seen = Seen(stop_at)
-    trainer = Trainer(
-        tiny_config(out, **(settings | changes)),
-        train_data=data,
-        val_data=val_data,
-        callbacks=[seen],
-        strategy=strategy,
-    )
-    trainer.train(resume=resume)
-    return trainer, seen
-
-
-def rollouts(num=9, *, seed=0, old=False, answers=(2, 5)):
-    """Stored groups of 2 to 4 answers with tokens in between that do not count."""
-    rng = np.random.default_rng(seed)
-    records = []
-    for _ in range(num):
-        many = int(rng.integers(*answers))
-        said = [rng.integers(0, 61, int(rng.integers(1, 8))) for _ in range(many)]
-        table = {"rewards": rng.integers(0, 4, many).tolist()}
-        if old:
-            table["old_logprobs"] = [(-4 + rng.normal(0, 0.3, len(ids))).tolist() for ids in said]
-        parts = [part(ids, rng.random(len(ids)) < 0.8) for ids in said]
-        records.append(Record((part(rng.integers(0, 61, int(rng.integers(1, 6))), False), *parts), table))
-    return Rollouts(MemoryRecords(records), 16, "right")  # type: ignore[arg-type]
+pytestmark = pytest.mark.usefixtures("rewards")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -447,25 +342,6 @@ def test_ranks_with_more_and_fewer_stored_answers_step_as_one_process():
         assert losses == pytest.approx(alone[1], rel=1e-4, abs=1e-6)
         for ours, theirs in zip(weights, alone[0], strict=True):
             torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=1e-5)
-
-
-def test_an_ordinary_step_sends_what_was_planned_beside_the_answers(prompts, tmp_path):
-    changes = dict(strategy__updates=2, train__save_every=0, train__steps=5)  # saves and ends have rows of their own
-    run_ranks(
-        lambda: run(prompts, tmp_path, parallel__mode="zero1", **changes)[0].state.step,
-        2,
-    )
-    planned = json.loads((tmp_path / "ledger/plan.json").read_text())["step"]
-    expected = {(row["tag"], row["op"]): [row["count"], row["payload_bytes"]] for row in planned}
-    events = [json.loads(line) for line in (tmp_path / "ledger/rank00000.jsonl").read_text().splitlines()]
-    for step, rollout in ((3, True), (4, False)):  # step 4 learns from the answers of step 3 again
-        got = {}
-        for event in events:
-            if event["step"] == step:
-                row = got.setdefault((event["tag"], event["op"]), [0, 0])
-                row[0], row[1] = row[0] + 1, row[1] + event["payload_bytes"]
-        answers = {key for key in got if key[0].startswith("rollout")}
-        assert bool(answers) == rollout and {key: row for key, row in got.items() if key not in answers} == expected
 
 
 @pytest.mark.parametrize("mode", ["zero3", "fsdp2"])
