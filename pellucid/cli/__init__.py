@@ -12,7 +12,7 @@ from pellucid.version import __version__
 
 COMMANDS = (
     "prepare", "train", "evaluate", "generate", "embed", "chat", "inspect", "import_", "export", "config", "doctor", "demo",
-    "plan", "trace", "verify", "drill", "conformance", "bench", "serve",
+    "demo_align", "plan", "trace", "verify", "drill", "conformance", "bench", "serve",
 )  # fmt: skip
 """Modules of this package; each has ``add_parser`` and sets ``run`` to a function from the arguments to an exit code."""
 
