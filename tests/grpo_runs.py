@@ -1,18 +1,15 @@
 """Little runs of GRPO, for tests of several files: sums, rewards of their bytes, a model of a few thousand parameters."""
 
 import json
-import os
-import signal
 
 import numpy as np
 from records import MemoryRecords, part
-from support import tiny_config
+from support import Seen, tiny_config
 
 from pellucid.cli import main
 from pellucid.data.record_files import Record
 from pellucid.data.records import Rollouts
-from pellucid.parallel import comm
-from pellucid.train import Callback, Trainer
+from pellucid.train import Trainer
 
 REWARDS = """
 import os
@@ -49,21 +46,6 @@ def prepare_sums(root):
     arguments = ["prepare", str(root / "sums.jsonl"), "--for", "grpo", "--vocab-size", "259", "--chat-template", "none"]
     assert main([*arguments, "--out", str(root / "data"), "--val-fraction", "0.1"]) == 0
     return root / "data"
-
-
-class Seen(Callback):
-    """What a run tells of steps and validations; on rank ``rank`` it is asked to end after step ``stop_at``."""
-
-    def __init__(self, stop_at=None, rank=0):
-        self.infos, self.validations, self.stop = [], [], (stop_at, rank)
-
-    def on_optimizer_step(self, trainer, info):
-        self.infos.append(info)
-        if (info.step, comm.rank()) == self.stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def on_validation(self, trainer, info):
-        self.validations.append(info)
 
 
 ONLINE = dict(

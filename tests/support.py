@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from pellucid.config import RunConfig, run_config
 from pellucid.data.batches import Windows
 from pellucid.parallel import Executor, comm
+from pellucid.train import Callback
 from pellucid.train.ranks import gather_json
 
 TINY: dict[str, Any] = {
@@ -217,3 +218,32 @@ def whole_state(executor: Executor) -> dict[str, torch.Tensor]:
             times.setdefault(name, torch.zeros(tensor.numel()))[start : start + len(values)] += 1
     assert all(bool((count == 1).all()) for count in times.values())
     return whole
+
+
+class Seen(Callback):
+    """What a run tells of steps and validations; on rank ``rank`` it is asked to end after step ``stop_at``."""
+
+    def __init__(self, stop_at: int | None = None, rank: int = 0) -> None:
+        self.infos: list[Any] = []
+        self.validations: list[Any] = []
+        self.stop = (stop_at, rank)
+
+    def on_optimizer_step(self, trainer: Any, info: Any) -> None:
+        self.infos.append(info)
+        if (info.step, comm.rank()) == self.stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_validation(self, trainer: Any, info: Any) -> None:
+        self.validations.append(info)
+
+
+def recorded(folder: Path, rank: int, step: int) -> dict[tuple[str, str, str], list[int]]:
+    """The lines of a step's ledger as a plan has them: (tag, op, dtype) -> [count, payload bytes, wire bytes]."""
+    rows: dict[tuple[str, str, str], list[int]] = {}
+    for line in (folder / f"ledger/rank{rank:05d}.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["step"] == step:
+            row = rows.setdefault((event["tag"], event["op"], event["dtype"]), [0, 0, 0])
+            for i, value in enumerate((1, event["payload_bytes"], event["wire_bytes"])):
+                row[i] += value
+    return rows

@@ -196,8 +196,7 @@ class _Chunk:
         self.rows = slice(span.row, span.row + span.count)
         self.start, self.end = span.start, span.start + span.count
         self.blocks = -(-self.end // cache.block_size)
-        self.biases: dict[int, Biases] = {}
-        """By key/value heads."""
+        self.biases: Biases = {}
         self.index = _by_head(torch.tensor([span.blocks[: self.blocks]], device=cache.device), cache.kinds)
 
     def attend(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
@@ -205,8 +204,7 @@ class _Chunk:
         k, v = self.cache.read(layer, self.index, self.blocks, self.end, q.dtype)
         k, v = k.transpose(0, 1), v.transpose(0, 1)
         if self.exact:
-            biases = self.biases.setdefault(self.cache.specs[layer].heads, {})
-            return canonical_attention(q, k, v, start=self.start, scale=scale, window=window, biases=biases)
+            return canonical_attention(q, k, v, start=self.start, scale=scale, window=window, biases=self.biases)
         mask = seen(torch.arange(self.start, self.end, device=q.device), self.end, window)
         return fused_attention(q[None], k[None], v[None], mask, scale)[0]
 
@@ -226,8 +224,8 @@ class _Singles:
         self.positions = torch.tensor([s.start for s in spans], device=device)
         # each in a tile of its own, where its position puts it
         self.places = torch.arange(len(spans), device=device) * TILE + self.positions % TILE
-        self.biases: dict[tuple[int | None, int], Tensor] = {}
-        """By window and how often each row's stands there."""
+        self.biases: dict[int | None, Tensor] = {}
+        """By window."""
         self.tiles: Tensor | None = None
 
     def attend(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
@@ -259,12 +257,11 @@ class _Singles:
 
     def _bias(self, window: int | None, tiles: int, times: int, dtype: torch.dtype) -> Tensor:
         """``[R * times, tiles, S]``."""
-        if (window, times) not in self.biases:
+        if window not in self.biases:
             first = self.positions - self.positions % tiles
             at = first[:, None] + torch.arange(tiles, device=first.device)
-            bias = as_bias(seen(at, self.length, window), dtype)
-            self.biases[window, times] = bias.repeat_interleave(times, 0) if times > 1 else bias
-        return self.biases[window, times]
+            self.biases[window] = as_bias(seen(at, self.length, window), dtype).repeat_interleave(times, 0)
+        return self.biases[window]
 
 
 def _of_one_length(spans: SequenceOf[Span], *, exact: bool) -> list[list[Span]]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 EXPLICIT_MAX_TOKENS = 512
-"""Longest row for which compiled bfloat16 attention is written out; longer ones use the fused kernel.
+"""Longest row for which bfloat16 attention is written out where that is asked for; longer ones use the fused kernel.
 
 With bfloat16 in hardware, compiled, it made a whole training step at 256 tokens 1.08 times as fast as the fused kernel
 (2-core Zen 4, torch 2.13). In float32 it is slower (78 against 64 ms forward and backward, 16 rows of 256, one thread).
@@ -37,13 +37,13 @@ class WindowAttend:
     Args:
         windows: sliding window of each layer, None where it sees everything before it.
         documents: ids ``[B, T]``, or None where each row is one document.
-        compiled: the caller runs under torch.compile, where bfloat16 attention of rows of up to `EXPLICIT_MAX_TOKENS`
-            tokens is written out.
+        written_out: compute bfloat16 attention of rows of up to `EXPLICIT_MAX_TOKENS` tokens as two products, which pays under
+            torch.compile, and uncompiled for shorter rows.
     """
 
-    def __init__(self, windows: tuple[int | None, ...], documents: Tensor | None = None, *, compiled: bool = False):
+    def __init__(self, windows: tuple[int | None, ...], documents: Tensor | None = None, *, written_out: bool = False):
         self.windows = windows
-        self.compiled = compiled
+        self.written_out = written_out
         self.document_masks: dict[int | None, Tensor] = {}
         if documents is not None:
             self.document_masks = {window: document_mask(documents, window) for window in dict.fromkeys(windows)}
@@ -56,7 +56,7 @@ class WindowAttend:
             mask = causal_mask(tokens, window, device=q.device)
         else:
             mask = None
-        if self.compiled and q.dtype == torch.bfloat16 and tokens <= EXPLICIT_MAX_TOKENS:
+        if self.written_out and q.dtype == torch.bfloat16 and tokens <= EXPLICIT_MAX_TOKENS:
             return explicit_attention(q, k, v, mask, scale)
         return fused_attention(q, k, v, mask, scale)
 

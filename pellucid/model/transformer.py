@@ -179,21 +179,21 @@ class Transformer(nn.Module):
         logits: Tensor = self.lm_head(hidden)
         return logits
 
-    def make_attend(self, document_ids: Tensor | None = None, *, compiled: bool | None = None) -> Attend:
+    def make_attend(self, document_ids: Tensor | None = None, *, written_out: bool | None = None) -> Attend:
         """The attention of whole rows ``[B, T]``, for one batch: causal, inside each document only.
 
         Args:
             document_ids: int64 ``[B, T]``; a document is a run of equal ids in a row. Padding gets an id of its own.
                 None: each row is one document.
-            compiled: the model runs under torch.compile; None: whether it does right now.
+            written_out: as in `WindowAttend`; None: where torch.compile is running right now.
         """
-        if compiled is None:
-            compiled = torch.compiler.is_compiling()
+        if written_out is None:
+            written_out = torch.compiler.is_compiling()
         if self.config.attend == "canonical":
             return CanonicalAttend(self.layer_windows(), document_ids)
         if document_ids is not None and not torch.compiler.is_compiling() and not _splits_rows(document_ids):
             document_ids = None
-        return WindowAttend(self.layer_windows(), document_ids, compiled=compiled)
+        return WindowAttend(self.layer_windows(), document_ids, written_out=written_out)
 
     def layer_windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer; None where a layer sees everything before it."""

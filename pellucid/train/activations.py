@@ -139,8 +139,8 @@ class ShapeModel(Transformer):
             if isinstance(module, MixtureOfExperts):
                 module._pack()
 
-    def make_attend(self, document_ids: Tensor | None = None, *, compiled: bool | None = None) -> Attend:
-        return self._canonical or WindowAttend(self.layer_windows(), document_ids, compiled=bool(compiled))
+    def make_attend(self, document_ids: Tensor | None = None, *, written_out: bool | None = None) -> Attend:
+        return self._canonical or WindowAttend(self.layer_windows(), document_ids, written_out=bool(written_out))
 
 
 def _equally(chosen: Tensor, experts: int) -> list[int]:

@@ -20,9 +20,9 @@ def predict(
         noise: added to the embeddings, ``[B, T, D]``.
     """
     tokens = batch.tokens
-    written_out = tokens.device.type == "cpu" and tokens.shape[-1] <= WRITTEN_OUT_TOKENS
+    short = tokens.device.type == "cpu" and tokens.shape[-1] <= WRITTEN_OUT_TOKENS
     documents = batch.document_ids if batch.packed else None
-    attend = bare_model(model).make_attend(documents, compiled=True if written_out else None)
+    attend = bare_model(model).make_attend(documents, written_out=True if short else None)
     if noise is None:
         return model(tokens, batch.positions, attend)  # type: ignore[no-any-return]
     return model(tokens, batch.positions, attend, embedding_noise=noise)  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ from tiny_engine import prompt
 from pellucid.errors import RequestError
 from pellucid.inference.blocks import BlockPool
 from pellucid.inference.request import Request, SamplingParams
-from pellucid.inference.scheduler import QueueFullError, Scheduler
+from pellucid.inference.scheduler import READ_TOGETHER, QueueFullError, Scheduler
 from pellucid.inference.sequence import Sequence
 
 
@@ -164,6 +164,18 @@ def test_everybody_ends_with_random_arrivals_and_a_tiny_pool(seed):
     assert sorted(loop.ended) == sorted(names)
     assert loop.pool.num_held == 0
     assert all(len(steps) == len(set(steps)) for steps in loop.drawn.values())
+
+
+def test_prompts_are_read_a_few_at_a_time_and_each_in_its_turn():
+    loop = Loop(blocks=100, size=4, budget=32, reuse=False)
+    for name in "abcdefgh":
+        loop.add(name, prompt(name, 40), new=1)
+    steps = [{chunk.sequence.request.id for chunk in loop.step().chunks} for _ in range(4)]
+    assert [len(names) for names in steps] == [READ_TOGETHER] * 4
+    assert steps[0] == set("abcd") and steps[1] == set("efgh")  # nobody twice before everybody once
+    assert steps[2:] == steps[:2]
+    loop.run()
+    assert len(loop.ended) == 8
 
 
 def test_the_youngest_gives_its_blocks_and_the_oldest_never_does():

@@ -41,18 +41,18 @@ def document_ids(tokens: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("written_out", [False, True])
 @pytest.mark.parametrize("with_documents", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 def test_every_kernel_equals_a_dense_softmax(
-    dtype: torch.dtype, compiled: bool, with_documents: bool, window: int | None
+    dtype: torch.dtype, written_out: bool, with_documents: bool, window: int | None
 ) -> None:
     q, k, v = heads()
     ids = document_ids(37)
     distance = torch.arange(37)[:, None] - torch.arange(37)
     sees = (distance >= 0) & (distance < (window or 37))
     sees = sees & (ids[:, :, None] == ids[:, None] if with_documents else torch.ones(2, 1, 1, dtype=torch.bool))
-    attend = WindowAttend((window,), ids if with_documents else None, compiled=compiled)
+    attend = WindowAttend((window,), ids if with_documents else None, written_out=written_out)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     out = attend(0, q, k, v, scale=0.3)
@@ -103,17 +103,17 @@ def test_a_sliding_window_forgets_what_lies_before_it() -> None:
     assert same.tolist() == [i < 10 or i >= 16 for i in range(30)]
 
 
-def token_losses(model: Transformer, tokens: Tensor, ids: Tensor, compiled: bool) -> Tensor:
+def token_losses(model: Transformer, tokens: Tensor, ids: Tensor, written_out: bool) -> Tensor:
     """Loss of each next token; positions restart with each document."""
     starts = torch.cat([torch.ones_like(ids[:, :1], dtype=torch.bool), ids[:, 1:] != ids[:, :-1]], 1)
     index = torch.arange(ids.shape[1]).expand_as(ids)
     positions = index - torch.where(starts, index, 0).cummax(1).values
-    logits = model(tokens, positions, model.make_attend(ids, compiled=compiled)).logits
+    logits = model(tokens, positions, model.make_attend(ids, written_out=written_out)).logits
     flat = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
     return flat.view(tokens.shape[0], -1)
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "compiled sdpa", "canonical"])
+@pytest.mark.parametrize("kernel", ["sdpa", "written-out sdpa", "canonical"])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_changing_one_document_leaves_the_losses_of_its_neighbours_bit_identical(
@@ -125,8 +125,8 @@ def test_changing_one_document_leaves_the_losses_of_its_neighbours_bit_identical
     ids = document_ids(37)
     changed = torch.where(ids == 1, torch.randint(0, 40, (2, 37), generator=g), tokens)
     with torch.no_grad():
-        before = token_losses(model, tokens, ids, kernel.startswith("compiled"))
-        after = token_losses(model, changed, ids, kernel.startswith("compiled"))
+        before = token_losses(model, tokens, ids, kernel.startswith("written-out"))
+        after = token_losses(model, changed, ids, kernel.startswith("written-out"))
     others = (ids[:, :-1] != 1) & (ids[:, 1:] != 1)
     assert torch.equal(before[others], after[others])
     assert (before[~others] != after[~others]).float().mean() > 0.8

@@ -341,7 +341,7 @@ def test_an_attend_made_outside_a_compiled_graph_can_change_with_the_batch() -> 
     for cut in (3, 7, 12):
         ids = torch.tensor([[0] * cut + [1] * (16 - cut)] * 2)
         tokens = some_tokens(2, 17, seed=cut)
-        result = compiled(model, tokens, model.make_attend(ids, compiled=True))
+        result = compiled(model, tokens, model.make_attend(ids, written_out=True))
         torch.testing.assert_close(result, loss_of(model, tokens, model.make_attend(ids)), rtol=1e-5, atol=1e-6)
     assert graphs == 1
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from experts import EXPERTS, LATENT
 from experts import changes as of_model
-from support import fork, run_ranks, tiny_config, windows
+from support import fork, recorded, run_ranks, tiny_config, windows
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pellucid.config import run_config
@@ -27,18 +27,6 @@ ORDINARY = 2
 def warm():
     """The first step of an optimizer is slow in a process; forked ranks inherit a warm one."""
     Trainer(tiny_config(train__steps=1), train_data=windows(30)).train()
-
-
-def recorded(folder, rank=0, step=ORDINARY):
-    """The lines of a step's ledger as a plan has them: (tag, op, dtype) -> [count, payload bytes, wire bytes]."""
-    rows = {}
-    for line in (folder / f"ledger/rank{rank:05d}.jsonl").read_text().splitlines():
-        event = json.loads(line)
-        if event["step"] == step:
-            row = rows.setdefault((event["tag"], event["op"], event["dtype"]), [0, 0, 0])
-            for i, value in enumerate((1, event["payload_bytes"], event["wire_bytes"])):
-                row[i] += value
-    return rows
 
 
 def planned(rows):
@@ -63,7 +51,7 @@ def check_plan(folder, size, mode, infos, size_mb, *, total_of_gradients=False, 
     own = plan(infos, mode=mode, world_size=size, micro_batches=2, bucket_size_mb=size_mb, **options)
     written = json.loads((folder / "ledger/plan.json").read_text())
     assert written == own.to_json()
-    expected, got = planned(own.step), recorded(folder)
+    expected, got = planned(own.step), recorded(folder, 0, ORDINARY)
     assert written["wire_bytes"] == sum(wire for *_, wire in expected.values())
     if total_of_gradients:
         for rows in (expected, got):
@@ -87,7 +75,7 @@ def test_an_ordinary_step_sends_what_was_planned(tmp_path, mode, size, sizes_mb)
         own = check_plan(tmp_path / str(size_mb), size, mode, infos, size_mb, total_of_gradients=mode == "torch_ddp")
         buckets.append(len(own.buckets))
     assert buckets == sorted(set(buckets)), "smaller buckets are more"
-    assert all(recorded(tmp_path / str(sizes_mb[0]), rank) for rank in range(size))
+    assert all(recorded(tmp_path / str(sizes_mb[0]), rank, ORDINARY) for rank in range(size))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -136,7 +124,7 @@ def test_a_plan_knows_what_a_mixture_of_experts_sends(tmp_path, mode):
     assert [info.name for bucket in own.buckets for info in bucket.parameters if "bias" in info.name] == []
     assert sum("e_score_correction_bias" in info.name for info in infos) == 2
     for rank in range(3):
-        events = recorded(tmp_path, rank)
+        events = recorded(tmp_path, rank, ORDINARY)
         assert events["router", "all_reduce", "float64"][:2] == [1, (2 * 6 + 2) * 8]
 
 
@@ -201,7 +189,7 @@ def test_rank_0_of_many_records_what_was_planned_for_it(tmp_path, monkeypatch, m
     assert fork(rank) == 0
     infos = parameter_infos(Transformer(run_config(table).model, device="meta"))
     own = plan(infos, mode=mode, world_size=size, bucket_size_mb=4.0)
-    assert len(own.buckets) > 5 and recorded(tmp_path, step=1) == planned(own.step)
+    assert len(own.buckets) > 5 and recorded(tmp_path, 0, 1) == planned(own.step)
     weights = 4 * sum(info.numel for info in infos)
     again = sum(info.num_bytes for info in infos if info.unit and len(info.shape) > 1) if mode == "zero3" else 0
     passes = (2 * weights + again) * (size - 1) / size

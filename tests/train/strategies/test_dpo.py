@@ -2,13 +2,11 @@
 
 import json
 import math
-import os
-import signal
 
 import pytest
 import torch
 from records import pairs
-from support import TINY, digest, run_ranks, tensors_of, tiny_config, whole_weights
+from support import TINY, Seen, digest, run_ranks, tensors_of, tiny_config, whole_weights
 
 from pellucid import save_model
 from pellucid.config import ModelConfig
@@ -16,8 +14,7 @@ from pellucid.data.batches import Loader
 from pellucid.errors import CheckpointError, ConfigError
 from pellucid.model import Transformer
 from pellucid.model.lora import is_adapter_weight
-from pellucid.parallel import comm
-from pellucid.train import Callback, Trainer
+from pellucid.train import Trainer
 from pellucid.train.strategies import Dpo, DpoOptions
 
 MODES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "torch_ddp")
@@ -37,19 +34,6 @@ def other(tmp_path_factory):
     shape = TINY | {"hidden_size": 24, "num_hidden_layers": 3}
     save_model(folder, Transformer(ModelConfig(**shape), generator=torch.Generator().manual_seed(2)))
     return folder
-
-
-class Seen(Callback):
-    def __init__(self, stop_at=None, rank=0):
-        self.infos, self.validations, self.stop = [], [], (stop_at, rank)
-
-    def on_optimizer_step(self, trainer, info):
-        self.infos.append(info)
-        if (info.step, comm.rank()) == self.stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def on_validation(self, trainer, info):
-        self.validations.append(info)
 
 
 def run(out="", *, resume=False, stop_at=None, data=None, **changes):

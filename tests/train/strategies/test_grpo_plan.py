@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from grpo_runs import ONLINE, rollouts, run
-from support import run_ranks, tiny_config, try_ranks
+from support import recorded, run_ranks, tiny_config, try_ranks
 
 from pellucid import save_model
 from pellucid.cli.plan import plan_facts
@@ -22,18 +22,6 @@ QUIET = dict(train__save_every=0, train__steps=5)
 def warm():
     """The first step of an optimizer is slow in a process; forked ranks inherit a warm one."""
     run(data=rollouts(), train__steps=1)
-
-
-def recorded(out, rank, step):
-    """The lines of a step's ledger as a plan has them: (tag, op, dtype) -> [count, payload bytes, wire bytes]."""
-    rows = {}
-    for line in (out / f"ledger/rank{rank:05d}.jsonl").read_text().splitlines():
-        event = json.loads(line)
-        if event["step"] == step:
-            row = rows.setdefault((event["tag"], event["op"], event["dtype"]), [0, 0, 0])
-            for i, value in enumerate((1, event["payload_bytes"], event["wire_bytes"])):
-                row[i] += value
-    return rows
 
 
 def table(rows):
