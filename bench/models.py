@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from machine import machine_line
+from racer import Racer
 
 from pellucid.cli import allocator
 
-WORKER = Path(__file__).with_name("contenders") / "experts.py"
 WARM_UP = 3
 """Rounds that do not count."""
 FP32_MIB = 134_515_008 * 4 / 2**20
@@ -115,36 +115,6 @@ def race_load(folder: Path, rounds: int) -> None:
         print(f"| {name} | {seconds} | {peak:.0f} | {of[0]['drawn']:,} |", flush=True)
 
 
-class Racer:
-    """A process of `contenders/experts.py`."""
-
-    def __init__(self, *words: object) -> None:
-        command = [sys.executable, str(WORKER), *map(str, words)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        self._answer()
-
-    def ask(self, line: object) -> str:
-        """What it says to a line."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{line}\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> str:
-        assert self.process.stdout is not None
-        if not (answer := self.process.stdout.readline()):
-            raise SystemExit(f"{' '.join(map(str, self.process.args))} ended")  # type: ignore[union-attr,arg-type]
-        return answer
-
-    def stop(self) -> None:
-        """The end of its input ends it."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(30)
-
-
 def race_experts(dtype_name: str, rounds: int, threads: int) -> None:
     """Forward and backward beside transformers' Qwen3-MoE."""
     import torch
@@ -170,7 +140,7 @@ def race_experts(dtype_name: str, rounds: int, threads: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
             save_model(folder, Transformer(config, generator=torch.Generator().manual_seed(0)))
             racers = {
-                who: Racer(who, folder, dtype_name, threads, s["rows"], s["tokens"])
+                who: Racer(who, "experts.py", (who, folder, dtype_name, threads, s["rows"], s["tokens"]))
                 for who in ("ours", "transformers", "loop")
             }
             for who in ("ours", "transformers"):

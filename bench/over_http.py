@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import machine_line
-from serve import Entry, Models, Racer, start
+from serve import Entry, Models, ServingRacer, start
 
 from pellucid.cli import allocator
 
@@ -118,7 +118,7 @@ class Requests:
         return [[self._rng.randrange(3, self._vocabulary) for _ in range(self._length)] for _ in range(count)]
 
 
-def measure(args: argparse.Namespace, folder: Path, beside: list[Racer]) -> None:
+def measure(args: argparse.Namespace, folder: Path, beside: list[ServingRacer]) -> None:
     """Throughput and first token, and what others decode at once in the same rounds."""
     from pellucid.checkpoint.model_folder import load_model
     from pellucid.cli.sampling import pack_bfloat16

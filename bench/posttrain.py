@@ -31,7 +31,6 @@ import io
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -42,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import machine_line
+from racer import Racer
 
 from pellucid.cli import allocator
 
@@ -110,46 +110,29 @@ SEARCHED = {
 }
 
 
-@dataclass
-class Racer:
-    """A running contender, what it said at first, and its turns."""
+class TuningRacer(Racer):
+    """A running contender and its turns."""
 
-    entry: Entry
-    process: subprocess.Popen[str]
-    errors: Path
-    turns: list[dict[str, Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.first = self._last = self.answer()
-
-    def answer(self) -> dict[str, Any]:
-        """Its next line; SystemExit with the end of what it wrote to stderr if it died."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            tail = self.errors.read_text(encoding="utf-8", errors="replace")[-2000:]
-            raise SystemExit(f"{self.entry.name} ended with status {self.process.wait()}:\n{tail}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+    def __init__(self, entry: Entry, what: str, root: Path, options: argparse.Namespace) -> None:
+        added = allocator.settings()  # which this process has, see main
+        environment = {name: value for name, value in os.environ.items() if name not in added}
+        environment |= {"OMP_NUM_THREADS": str(options.threads), "TOKENIZERS_PARALLELISM": "false"}
+        environment |= added if entry.our_allocator else {}
+        words = [
+            entry.contender, "--what", what, "--setting", json.dumps(entry.setting), "--dtype", options.dtype,
+            "--threads", options.threads, "--records", options.records or RECORDS[what], "--data", root / what,
+            "--model", root / f"model-{what}", "--scratch", tempfile.mkdtemp(dir=root), "--context", CONTEXT, "--batch", BATCH,
+        ]  # fmt: skip
+        self.entry, self.turns = entry, list[dict[str, Any]]()
+        super().__init__(entry.name, "posttraining.py", words, environment)
+        self._last: dict[str, Any] = self.first
 
     def epoch(self) -> int:
         """Run one; the tokens that it saw."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{self.first['steps']}\n")
-        self.process.stdin.flush()
-        before, after = self._last, self.answer()
+        before, after = self._last, self.ask(self.first["steps"])
         self._last = after
         self.turns.append(after | {"processor_seconds": after["processor_seconds"] - before["processor_seconds"]})
         return int(after["tokens"] - before["tokens"])
-
-    def stop(self) -> None:
-        """The end of its input ends it."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
 
 
 def make(root: Path, what: str) -> None:
@@ -182,27 +165,6 @@ def make(root: Path, what: str) -> None:
     save_model(root / f"model-{what}", model, tokenizer)
 
 
-def start(entry: Entry, what: str, root: Path, options: argparse.Namespace) -> Racer:
-    """Start a contender and wait until its first step may begin."""
-    scratch = Path(tempfile.mkdtemp(dir=root))
-    added = allocator.settings()  # which this process has, see main
-    environment = {name: value for name, value in os.environ.items() if name not in added}
-    environment |= {"OMP_NUM_THREADS": str(options.threads), "TOKENIZERS_PARALLELISM": "false"}
-    environment |= added if entry.our_allocator else {}
-    script = Path(__file__).with_name("contenders") / "posttraining.py"
-    command = [sys.executable, str(script), entry.contender, "--what", what, "--setting", json.dumps(entry.setting)]
-    command += ["--dtype", options.dtype, "--threads", str(options.threads)]
-    command += ["--records", str(options.records or RECORDS[what])]
-    command += ["--data", str(root / what), "--model", str(root / f"model-{what}"), "--scratch", str(scratch)]
-    command += ["--context", str(CONTEXT), "--batch", str(BATCH)]
-    errors = scratch / "stderr.txt"
-    with open(errors, "w") as file:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True, env=environment
-        )
-    return Racer(entry, process, errors)
-
-
 def useful_tokens(root: Path, what: str, count: int) -> int:
     """Of all rows of the records that are trained on, the prompt of a pair once for each answer."""
     sys.path.insert(0, str(Path(__file__).with_name("contenders")))
@@ -219,10 +181,10 @@ def race(entries: list[Entry], what: str, root: Path, options: argparse.Namespac
     """Epochs in turn, and the tables."""
     records = options.records or RECORDS[what]
     tokens = useful_tokens(root, what, records)
-    racers: list[Racer] = []
+    racers: list[TuningRacer] = []
     try:
         for entry in entries:
-            racers.append(start(entry, what, root, options))
+            racers.append(TuningRacer(entry, what, root, options))
         for turn in range(-1, options.rounds):
             for racer in racers[turn % len(racers) :] + racers[: turn % len(racers)]:
                 seen = racer.epoch()

@@ -35,13 +35,13 @@ from typing import Any
 
 from contenders.decode_profile import profile
 from machine import machine_line
+from racer import Racer
 
 from pellucid.cli import allocator
 
 VARIANTS: dict[str, dict[str, Any]] = {"exact": {"exact": True}, "fast": {"exact": False}}
 """Options of `Engine` that every setting runs with, by the name that the tables show."""
 VOCABULARY, SMALL_VOCABULARY = 49_152, 8_192
-WORKER = Path(__file__).with_name("contenders") / "serving.py"
 QUANTIZE = """
 import ctypes, sys
 import llama_cpp.llama_cpp as low
@@ -269,7 +269,7 @@ def rows(new: int) -> dict[str, Row]:
 # -- running them ------------------------------------------------------------------------------------------------
 
 
-class Racer:
+class ServingRacer(Racer):
     """A contender's process and what it answered."""
 
     def __init__(self, entry: Entry, models: Models, threads: int) -> None:
@@ -277,52 +277,25 @@ class Racer:
         spec = entry.spec | {"model": str(models.path(entry.spec["model"])), "threads": threads}
         self.entry = entry
         self.answers: list[dict[str, Any]] = []
-        self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - open as long as the process
-        self.process = subprocess.Popen(
-            [sys.executable, str(WORKER), json.dumps(spec)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self.errors, text=True, env=models.environment(threads),
-        )  # fmt: skip
-        self._answer()
+        super().__init__(entry.name, "serving.py", [json.dumps(spec)], models.environment(threads))
 
     def turn(self, job: Job) -> dict[str, Any]:
         """Do a job."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(job | self.entry.changes) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            self.errors.seek(0)
-            tail = self.errors.read()[-2000:]
-            raise SystemExit(f"{self.entry.name} ended with status {self.process.wait()}:\n{tail}")
-        answer: dict[str, Any] = json.loads(line)
+        answer: dict[str, Any] = self.ask(json.dumps(job | self.entry.changes))
         return answer
 
     def speeds(self) -> list[float]:
         """Tokens a second, turn by turn."""
         return [answer["tokens"] / answer["seconds"] for answer in self.answers]
 
-    def stop(self) -> None:
-        """The end of its input ends it."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-        self.errors.close()
 
-
-def start(entries: tuple[Entry, ...], models: Models, threads: int) -> list[Racer]:
+def start(entries: tuple[Entry, ...], models: Models, threads: int) -> list[ServingRacer]:
     """Those that can run here; says which cannot. Nobody is left running where one dies."""
-    racers: list[Racer] = []
+    racers: list[ServingRacer] = []
     try:
         for entry in entries:
             try:
-                racers.append(Racer(entry, models, threads))
+                racers.append(ServingRacer(entry, models, threads))
             except Missing as why:
                 print(f"skipped: {entry.name}: {why}", flush=True)
     except BaseException:
@@ -332,7 +305,7 @@ def start(entries: tuple[Entry, ...], models: Models, threads: int) -> list[Race
     return racers
 
 
-def race(name: str, row: Row, models: Models, options: argparse.Namespace) -> list[Racer]:
+def race(name: str, row: Row, models: Models, options: argparse.Namespace) -> list[ServingRacer]:
     """All rounds of one row; the contenders, stopped, with what they answered."""
     racers = start(row.entries, models, options.threads)
     try:
@@ -351,7 +324,7 @@ def race(name: str, row: Row, models: Models, options: argparse.Namespace) -> li
     return racers
 
 
-def show(row: Row, racers: list[Racer]) -> None:
+def show(row: Row, racers: list[ServingRacer]) -> None:
     """Speeds and ratios of a row."""
     by_name = {racer.entry.name: racer for racer in racers if racer.answers}
     counted = any("prefilled" in racer.answers[0] for racer in by_name.values())

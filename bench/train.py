@@ -15,14 +15,12 @@ jsonargparse`. Both types take about 25 minutes where bfloat16 is slow, 10 where
 """
 
 import argparse
-import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ import numpy as np
 import torch
 from data import BATCH, CONTEXT, write_tokens
 from machine import machine_line
+from racer import Racer
 
 from pellucid.cli import allocator
 from pellucid.train.precision import bf16_is_fast
@@ -78,68 +77,32 @@ ASKED = (
 """Ratios of speed, and the least that was asked for where bfloat16 is fast."""
 
 
-@dataclass
-class Racer:
+class TrainingRacer(Racer):
     """A running contender and its turns."""
 
-    entry: Entry
-    process: subprocess.Popen[str]
-    errors: Path
-    turns: list[dict[str, Any]] = field(default_factory=list)
-
-    def answer(self) -> dict[str, Any]:
-        """Its next line; SystemExit with the end of what it wrote to stderr if it died."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            tail = self.errors.read_text(encoding="utf-8", errors="replace")[-2000:]
-            raise SystemExit(f"{self.entry.name} ended with status {self.process.wait()}:\n{tail}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+    def __init__(self, entry: Entry, dtype: str, threads: int, data: Path, scratch: Path) -> None:
+        scratch.mkdir()
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        if entry.our_allocator:
+            environment |= allocator.settings()
+        words = [entry.contender, "--dtype", dtype, "--threads", threads, "--data", data, "--scratch", scratch]
+        words += ["--compile"] if entry.compile else []
+        self.entry, self.turns = entry, list[dict[str, Any]]()
+        super().__init__(entry.name, "training.py", words, environment)
 
     def turn(self, steps: int) -> dict[str, Any]:
         """Run ``steps`` steps."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{steps}\n")
-        self.process.stdin.flush()
-        return self.answer() | {"steps": steps}
+        answer: dict[str, Any] = self.ask(steps)
+        return answer | {"steps": steps}
 
     def speeds(self) -> list[float]:
         """Tokens a second, turn by turn."""
         return [turn["steps"] * TOKENS / turn["seconds"] for turn in self.turns]
 
-    def stop(self) -> None:
-        """The end of its input ends it."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
 
-
-def start(entry: Entry, dtype: str, threads: int, data: Path, scratch: Path) -> Racer:
-    """Start a contender and wait until it is built."""
-    scratch.mkdir()
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    if entry.our_allocator:
-        environment |= allocator.settings()
-    command = [sys.executable, str(Path(__file__).with_name("contenders") / "training.py"), entry.contender]
-    command += ["--dtype", dtype, "--threads", str(threads), "--data", str(data), "--scratch", str(scratch)]
-    command += ["--compile"] if entry.compile else []
-    errors = scratch / "stderr.txt"
-    with open(errors, "w") as file:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True, env=environment
-        )
-    racer = Racer(entry, process, errors)
-    racer.answer()
-    return racer
-
-
-def race(entries: list[Entry], dtype: str, options: argparse.Namespace) -> dict[str, Racer]:
+def race(entries: list[Entry], dtype: str, options: argparse.Namespace) -> dict[str, TrainingRacer]:
     """All rounds of one number type; the contenders, stopped, with their turns."""
-    racers: list[Racer] = []
+    racers: list[TrainingRacer] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         data = write_tokens(folder / "data", np.array([WINDOWS * CONTEXT + 1]))  # one document: rows are not packed
@@ -147,7 +110,7 @@ def race(entries: list[Entry], dtype: str, options: argparse.Namespace) -> dict[
             fastest = float("inf")
             for number, entry in enumerate(entries):
                 print(f"  starting {entry.name} ...", file=sys.stderr, flush=True)
-                racers.append(start(entry, dtype, options.threads, data, folder / f"{number}"))
+                racers.append(TrainingRacer(entry, dtype, options.threads, data, folder / f"{number}"))
                 racers[-1].turn(1)  # compiles
                 fastest = min(fastest, racers[-1].turn(WARM_STEPS)["seconds"] / WARM_STEPS)
             steps = options.steps or max(1, round(TURN_S / fastest))
@@ -162,7 +125,7 @@ def race(entries: list[Entry], dtype: str, options: argparse.Namespace) -> dict[
     return {racer.entry.name: racer for racer in racers}
 
 
-def report(racers: dict[str, Racer], dtype: str, options: argparse.Namespace) -> None:
+def report(racers: dict[str, TrainingRacer], dtype: str, options: argparse.Namespace) -> None:
     """Two tables, as bench/RESULTS.md has them."""
     steps = next(iter(racers.values())).turns[0]["steps"]
     print(f"\n`small`, {dtype}, {options.threads} threads, {options.rounds} rounds of {steps} steps\n")

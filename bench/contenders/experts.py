@@ -1,7 +1,8 @@
 """One contender of bench/models.py's row of experts, in a process of its own, so that nobody's caches are another's.
 
 The arguments: who, folder of the model, type to compute in, threads, rows, tokens. A line on stdin, a seed, asks for forward and
-backward of random tokens; the seconds come back. "logits" asks for those of the tokens of seed 0, in float32, saved beside the model.
+backward of random tokens; the seconds come back. "logits" asks for those of the tokens of seed 0, in float32, saved beside the
+model. All answers are JSON.
 """
 
 import sys
@@ -30,14 +31,14 @@ def main() -> None:
     who, folder, dtype, threads, rows, tokens = sys.argv[1:]
     torch.set_num_threads(int(threads))
     model, to_type = load(who, Path(folder)), getattr(torch, dtype)
-    print("ready", flush=True)
+    print('"ready"', flush=True)
     for line in sys.stdin:
         seed = 0 if line.strip() == "logits" else int(line)
         ids = torch.randint(4096, (int(rows), int(tokens)), generator=torch.Generator().manual_seed(seed))
         if line.strip() == "logits":
             with torch.no_grad():
                 torch.save(model(ids).logits, Path(folder) / f"{who}.pt")
-            print("saved", flush=True)
+            print('"saved"', flush=True)
             continue
         began = time.perf_counter()
         with torch.autocast("cpu", to_type, enabled=to_type != torch.float32):
