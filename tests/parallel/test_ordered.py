@@ -13,8 +13,8 @@ import torch
 from experts import EXPERTS
 from experts import changes as of_model
 from safetensors.torch import load_file
-from support import MemorySplit, fork, random_lengths, run_ranks, tiny_config, windows
-from test_plan import check_plan, recorded
+from support import MemorySplit, fork, random_lengths, recorded, run_ranks, tiny_config, windows
+from test_plan import ORDINARY, check_plan
 from torch import nn
 
 from pellucid.data.batches import Windows
@@ -462,7 +462,7 @@ def test_an_ordinary_step_sends_what_was_planned(tmp_path, mode, size, size_mb):
     plain = check_plain(own, mode, size, infos, size_mb)
     weights = sum(info.num_bytes for info in infos)
     assert own.gradients_bytes == plain.gradients_bytes + weights + own.padding_bytes // 2 * (mode == "ddp")
-    assert len(recorded(tmp_path / "run", size - 1)) == len(own.step)
+    assert len(recorded(tmp_path / "run", size - 1, ORDINARY)) == len(own.step)
 
 
 def check_plain(own, mode, size, infos, size_mb):
