@@ -22,7 +22,7 @@ VOCAB_SIZE = 2560
 NUM_RANKS = 2
 NUM_STORIES = 50
 MAX_TOKENS = 220
-TEMPERATURE = 0.5
+TEMPERATURE = 0.3
 GOAL = 0.8
 """Share of sampled stories that must be whole stories of the grammar, about the right people and things."""
 

@@ -120,7 +120,9 @@ def arithmetic() -> dict[str, Finding]:
 
 
 def tools() -> dict[str, Finding]:
-    """What makes training faster where it is there: a C++ compiler, another memory allocator."""
+    """What makes it faster where it is there: a C++ compiler, kernels made by it, another memory allocator."""
+    from pellucid import kernels
+
     compiler = next(
         (path for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name and (path := shutil.which(name))),
         None,
@@ -129,6 +131,10 @@ def tools() -> dict[str, Finding]:
     return {
         "compiler": Finding(
             compiler, "" if compiler else "train.compile needs a C++ compiler on CPU: install g++ or clang"
+        ),
+        "kernels": Finding(
+            kernels.available(),
+            "" if kernels.available() else f"--weights int8 and int4 are slower: {kernels.missing()}",
         ),
         "allocator_installed": Finding(
             str(library) if library else None,

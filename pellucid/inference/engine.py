@@ -97,8 +97,8 @@ class Engine:
         weight = model.model.embed_tokens.weight
         dtype = kv_dtype or weight.dtype
         self.model, self.on_step = model, on_step
-        self.exact = exact and can_be_exact(model)
         check_options(page_size, max_running, token_budget, max_waiting, preempt, speculate)
+        self.exact = exact and can_be_exact(model, dtype, page_size)
         blocks = num_blocks(model, kv_gb, page_size, dtype)
         self.pool = BlockPool(blocks, page_size, reuse=prefix_cache)
         self.runner = ModelRunner(model, blocks, page_size, dtype=dtype, exact=self.exact)

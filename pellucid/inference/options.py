@@ -41,10 +41,13 @@ def check_options(
         raise ConfigError(f'preempt must be "copy" or "recompute", got {preempt!r}')
 
 
-def can_be_exact(model: Transformer) -> bool:
+def can_be_exact(model: Transformer, kv_dtype: torch.dtype, page_size: int) -> bool:
     """Whether this machine and model hold what ``exact`` promises; says so where not."""
     device = model.model.embed_tokens.weight.device
-    problem = f"the model is on {device}" if device.type != "cpu" else exactness_problem(model)
+    on_cpu = device.type == "cpu"
+    problem = (
+        exactness_problem(model, kv_dtype=kv_dtype, page_size=page_size) if on_cpu else f"the model is on {device}"
+    )
     if problem is not None:
         logger.warning("exact=True does not hold here, and the engine runs with exact=False: %s", problem)
     return problem is None

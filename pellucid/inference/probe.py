@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pellucid.inference.fused import FusedDecoder, can_be_fused
 from pellucid.inference.paged import PagedAttend, PagedCache, Span
 from pellucid.inference.runner import evaluating, experts_of
 from pellucid.model import Transformer
@@ -24,29 +25,55 @@ _known: dict[tuple[object, ...], str | None] = {}
 """What was found for a shape of model, so that the second engine of a process starts at once."""
 
 
-def exactness_problem(model: Transformer) -> str | None:
+def exactness_problem(model: Transformer, *, kv_dtype: torch.dtype | None = None, page_size: int = 16) -> str | None:
     """What is not the same, in words; None where everything is.
 
     Every kind and shape of linear layer of the model, its head, its attention and a layer of each kind are tried on random
-    input, about as much work as a prompt of some hundred tokens.
+    input, about as much work as a prompt of some hundred tokens; or the kernel that stands in for all of it.
+
+    Args:
+        kv_dtype, page_size: of the cache; None: of the model's weights.
     """
     dtype = model.model.embed_tokens.weight.dtype
+    fused = can_be_fused(model, kv_dtype or dtype, page_size)
     linears = {(type(m), shape): (name, m) for name, m in model.named_modules() if (shape := _shape(m)) is not None}
     key = (
         repr(model.config),
         dtype,
+        fused and kv_dtype,
         torch.get_num_threads(),
         frozenset(linears),
         frozenset(map(type, model.modules())),
     )
     if key not in _known:
         with torch.inference_mode(), evaluating(model, experts_of(model), exact=True):
-            problem = _linear_problem(model, linears, dtype)
-            _known[key] = problem or _attention_problem(model, dtype) or _layer_problem(model, dtype)
+            _known[key] = _fused_problem(model, kv_dtype or dtype) if fused else _problem(model, linears, dtype)
     return _known[key]
 
 
+def _fused_problem(model: Transformer, kv_dtype: torch.dtype) -> str | None:
+    """Two layers: a sequence at once against the same in pieces, each beside the same piece of another."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.config.vocab_size, (2, TOKENS), generator=generator)
+
+    def piece(decoder: FusedDecoder, start: int, end: int, sequences: int) -> Tensor:
+        count = end - start
+        spans = [Span(i * count, start, count, [2 * i + 1, 2 * i + 2]) for i in range(sequences)]
+        packed, positions = tokens[:sequences, start:end].flatten(), torch.arange(start, end).repeat(sequences)
+        admitted = torch.full_like(packed, TOKENS)
+        return torch.cat([x[:count] for x in decoder(packed, positions, admitted, spans, range(count))], -1)
+
+    whole = piece(FusedDecoder(model, _cache(model, kv_dtype), layers=2), 0, TOKENS, 1)
+    decoder = FusedDecoder(model, _cache(model, kv_dtype), layers=2)
+    pieces = [piece(decoder, a, b, 2) for a, b in pairwise((0, 2, 9, 10, TOKENS))]
+    return None if _same(torch.cat(pieces), whole) else "the kernel of packed weights rounds by how a sequence is cut"
+
+
 _Kind = tuple[type, tuple[int, int]]
+
+
+def _problem(model: Transformer, linears: dict[_Kind, tuple[str, nn.Module]], dtype: torch.dtype) -> str | None:
+    return _linear_problem(model, linears, dtype) or _attention_problem(model, dtype) or _layer_problem(model, dtype)
 
 
 def _linear_problem(model: Transformer, linears: dict[_Kind, tuple[str, nn.Module]], dtype: torch.dtype) -> str | None:

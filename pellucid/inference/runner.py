@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pellucid.inference.fused import FusedDecoder, can_be_fused
 from pellucid.inference.paged import PagedAttend, PagedCache, Span
 from pellucid.inference.sequence import Chunk
 from pellucid.model import Transformer
@@ -63,9 +64,11 @@ class ModelRunner:
         self.device = model.model.embed_tokens.weight.device
         self.cache = PagedCache(model.kv_specs(), num_blocks, block_size, dtype=dtype, device=self.device)
         self.windows, self.experts = model.layer_windows(), experts_of(model)
+        self.fused = FusedDecoder(model, self.cache) if can_be_fused(model, dtype, block_size) else None
+        """The whole forward as one kernel."""
         # torch rounds the last numel % 32 elements of a power by another routine
-        self.row_multiple = 32 if model.model.rotary.dynamic else 1
-        self.min_rows = least_rows(model)
+        self.row_multiple = 32 if model.model.rotary.dynamic and self.fused is None else 1
+        self.min_rows = least_rows(model) if self.fused is None else 1
         self.forward_hidden: Callable[..., Tensor] = model.forward_hidden
 
     def batch(self, chunks: SequenceOf[Chunk]) -> ScheduledBatch:
@@ -96,14 +99,21 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: ScheduledBatch, first: SequenceOf[int]) -> Logits:
         """Logits after the tokens ``first ...`` of each chunk, counted within it; the cache holds its keys and values then."""
+        wanted = [range(s.row + f, s.row + s.count) for s, f in zip(batch.spans, first, strict=True)]
+        index = [i for rows in wanted for i in rows]
+        if self.fused is not None:
+            hidden, logits = self.fused(batch.tokens, batch.positions, batch.admitted, batch.spans, index)
+        else:
+            hidden, logits = self._forward(batch, index)
+        ends = list(accumulate(map(len, wanted), initial=0))
+        return Logits(logits, tuple(map(range, ends, ends[1:])), _finite(hidden, batch.spans))
+
+    def _forward(self, batch: ScheduledBatch, index: list[int]) -> tuple[Tensor, Tensor]:
         attend = PagedAttend(self.cache, batch.spans, self.windows, exact=self.exact)
         with evaluating(self.model, self.experts, exact=self.exact):
             hidden = self.forward_hidden(batch.tokens, batch.positions, attend, rope_length=batch.admitted)
-            wanted = [range(s.row + f, s.row + s.count) for s, f in zip(batch.spans, first, strict=True)]
-            chosen = hidden[torch.tensor([i for rows in wanted for i in rows], dtype=torch.int64, device=self.device)]
-            logits = self._head(chosen) if len(chosen) else hidden.new_empty(0, self.model.config.vocab_size)
-        ends = list(accumulate(map(len, wanted), initial=0))
-        return Logits(logits, tuple(map(range, ends, ends[1:])), _finite(hidden, batch.spans))
+            chosen = hidden[torch.tensor(index, dtype=torch.int64, device=self.device)]
+            return hidden, self._head(chosen) if index else hidden.new_empty(0, self.model.config.vocab_size)
 
     def _head(self, hidden: Tensor) -> Tensor:
         missing = self.min_rows - len(hidden)

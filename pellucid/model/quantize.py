@@ -1,14 +1,16 @@
-"""Linear layers whose weights are packed for multiplying only, by torch's own kernels for the CPU: of 16, 8 or 4 bits.
+"""Linear layers whose weights are packed for multiplying only, on the CPU: of 16, 8 or 4 bits.
 
 16 bits are bfloat16 in the order in which oneDNN reads them fastest; each result has the bits that
 `torch.nn.functional.linear` gives (measured with AVX512-BF16, 1 to 512 rows).
 
-Inside a layer of 8 or 4 bits activations are bfloat16, whatever comes in: the kernels take float32 too, but one number at a
-time, 10 to 60 times slower. Scales are rounded to bfloat16 first and the weights divided by what they became, so rounding adds
-no error.
+8 and 4 bits are multiplied by kernels of our own where they can be built (`pellucid.kernels`), by torch's elsewhere. Scales are
+rounded to bfloat16 first and the weights divided by what they became, so rounding adds no error. With torch's kernels
+activations are bfloat16 inside a layer, whatever comes in: they take float32 too, but one number at a time, 10 to 60 times
+slower.
 
-A row gets the same bits alone and among others: measured on torch 2.13 with AVX2 for 1, 2, 3, 4, 5, 7, 8, 16, 33 and 64
-rows, 1 and 2 threads, both kinds, nine shapes. Other processors have kernels of their own, where that is not measured.
+A row gets the same bits alone and among others. Our kernels add in an order that does not depend on other rows; torch's were
+measured (2.13, AVX2) for 1, 2, 3, 4, 5, 7, 8, 16, 33 and 64 rows, 1 and 2 threads, both kinds, nine shapes. On other processors
+it has others, where that is not measured.
 
 Shapes: O outputs, I inputs, G groups of `GROUP` inputs.
 """
@@ -17,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pellucid import kernels
 from pellucid.errors import CheckpointError, ConfigError
 from pellucid.model.attention import Attention
 from pellucid.model.canonical import in_products, matmul_rows, narrow_rows
@@ -48,6 +51,8 @@ class PackedLinear(nn.Module):
     nbytes: int
     """Of packed weights and scales."""
     bias: Tensor | None
+    weights: kernels.KernelWeights | None = None
+    """Where kernels of our own multiply."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -60,6 +65,9 @@ class PackedLinear(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.weights is not None:
+            out = self.weights.multiply(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.out_features)
+            return (out if self.bias is None else out + self.bias).to(x.dtype)
         rows = _rows(x)
         if self.padding:
             rows = F.pad(rows, (0, self.padding))
@@ -112,6 +120,10 @@ class Int8Linear(PackedLinear):
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__(weight, bias)
         levels, scale = to_int8(weight)
+        if kernels.available():
+            self.weights = kernels.pack8(levels, scale)
+            self.nbytes = self.weights.nbytes
+            return
         self.packed, self.scale = F.pad(levels, (0, self.padding)), scale
         self.nbytes = self.packed.nbytes + scale.nbytes
 
@@ -126,6 +138,10 @@ class Int4Linear(PackedLinear):
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__(weight, bias)
         levels, scale_zero = to_int4(weight)
+        if kernels.available():
+            self.weights = kernels.pack4(levels, scale_zero, self.in_features)
+            self.nbytes = self.weights.nbytes
+            return
         padding = -self.out_features % OUTPUTS
         levels, scale_zero = F.pad(levels, (0, 0, 0, padding)), F.pad(scale_zero, (0, 0, 0, padding))
         self.packed, self.scale_zero = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1), scale_zero
@@ -142,10 +158,11 @@ KINDS: dict[str, type[PackedLinear]] = {"bf16": BFloat16Linear, "int8": Int8Line
 def quantize_(model: Transformer, kind: str) -> list[str]:
     """Pack the weights of a decoder's linear layers, in place, one after the other; returns their names.
 
-    The head gets 8 bits in either narrow kind, or 16 where the processor multiplies bfloat16 (as fast, and faster for several
-    sequences); where it is tied, it becomes a copy of its own, and the embedding stays for looking up ids. Layers that read
-    the same input become one product. Embedding, norms, biases, the routers of experts (whose choices flip on small errors)
-    and `KEPT` stay. A merged adapter goes into the weights. Nothing of the model can be trained afterwards, nor saved.
+    The head gets 8 bits in either narrow kind, or 16 where torch's kernels have to do and the processor multiplies bfloat16
+    (as fast, and faster for several sequences); where it is tied, it becomes a copy of its own, and the embedding stays for
+    looking up ids. Layers that read the same input become one product. Embedding, norms, biases, the routers of experts
+    (whose choices flip on small errors) and `KEPT` stay. A merged adapter goes into the weights. Nothing of the model can be
+    trained afterwards, nor saved.
 
     Args:
         kind: "bf16", "int8" or "int4".
@@ -229,6 +246,11 @@ def check_kind(kind: str, device: torch.device) -> None:
         raise ConfigError(
             f'weights "{kind}" run on cpu, and the model\'s device is {device}; set device to cpu, or leave weights out'
         )
+    if kind == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        raise ConfigError(
+            'weights "bf16" are packed for processors with avx512bw or avx_ne_convert, which this one has not; '
+            "leave weights out (dtype bfloat16 alone works, slowly), or take int8 or int4"
+        )
 
 
 def memory_bytes(model: nn.Module) -> int:
@@ -286,7 +308,7 @@ def _chunks(weight: Tensor) -> list[slice]:
 def _packed(name: str, weight: Tensor, bias: Tensor | None, kind: str) -> PackedLinear:
     _require_finite(name, weight, kind)
     if name == HEAD and kind != "bf16":
-        kind = "bf16" if has_bfloat16() else "int8"
+        kind = "bf16" if has_bfloat16() and not kernels.available() else "int8"
     return KINDS[kind](weight, bias)
 
 

@@ -1,7 +1,7 @@
 """Weights of 8 and 4 bits: what is stored is near what was there, and what is computed is what is stored."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from support import TINY, windows
 from torch import Tensor, nn
 
-from pellucid import load_model, save_model
+from pellucid import kernels, load_model, save_model
 from pellucid.checkpoint.adapter import save_adapter
 from pellucid.config import LoraConfig, ModelConfig, run_config
 from pellucid.errors import CheckpointError, ConfigError
@@ -37,11 +37,26 @@ from pellucid.train import Trainer
 
 KINDS: dict[str, type[PackedLinear]] = {"int8": Int8Linear, "int4": Int4Linear}
 PACKED = {**KINDS, "bf16": BFloat16Linear}
+needs_bfloat16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN packs no bfloat16 on this processor"
+)
 TOKENS = torch.arange(24).view(2, 12) * 7 % 61
 MIXTURE = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_shared_experts": 1,
     "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 2,
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module", params=["kernels of our own", "torch's kernels"])
+def whose(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param == "torch's kernels":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "available", lambda: False)
+            yield
+    else:
+        if not kernels.available():
+            pytest.skip(f"no kernels: {kernels.missing()}")
+        yield
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -129,7 +144,7 @@ def test_groups_do_not_disturb_each_other() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("kind", [*KINDS, pytest.param("bf16", marks=needs_bfloat16)])
 def test_every_linear_layer_is_packed_and_those_that_read_the_same_input_are_one(kind: str, tied: bool) -> None:
     model = small(tie_word_embeddings=tied, attention_bias=True)
     expected = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)} | {"lm_head"}
@@ -138,11 +153,14 @@ def test_every_linear_layer_is_packed_and_those_that_read_the_same_input_are_one
         "self_attn.joined", "self_attn.o_proj", "mlp.joined", "mlp.down_proj")}  # fmt: skip
     assert {name for name, m in model.named_modules() if isinstance(m, PackedLinear)} == layers | {"lm_head"}
     assert isinstance(model.model.layers[0].mlp.down_proj, PACKED[kind])
-    assert isinstance(model.lm_head, BFloat16Linear if kind == "bf16" or has_bfloat16() else Int8Linear)
+    assert isinstance(
+        model.lm_head, BFloat16Linear if kind == "bf16" or (has_bfloat16() and not kernels.available()) else Int8Linear
+    )
     assert not any(isinstance(m, nn.Linear) for m in model.modules())
     assert not any(p.requires_grad for p in model.parameters())
 
 
+@needs_bfloat16
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "qk_norm": True, "mlp_bias": True}, MIXTURE])
 def test_packed_bfloat16_gives_the_bits_of_plain_bfloat16(changes: dict[str, Any]) -> None:
     plain, model = small(**changes).bfloat16(), small(**changes).bfloat16()
@@ -152,6 +170,7 @@ def test_packed_bfloat16_gives_the_bits_of_plain_bfloat16(changes: dict[str, Any
     assert memory_bytes(model) > 0.9 * memory_bytes(plain)
 
 
+@needs_bfloat16
 @pytest.mark.parametrize("rows", [1, 2, 7])
 def test_a_large_layer_of_16_bits_rounds_a_row_alone_as_among_others(rows: int) -> None:
     layer, x = BFloat16Linear(drawn(1024, 3072)), drawn(16, 3072, seed=1).bfloat16()
@@ -215,7 +234,7 @@ def test_a_trained_models_loss_rises_by_little() -> None:
 def test_weights_take_8_and_5_bits(kind: str, bits: int) -> None:
     weight = drawn(256, 512)
     layer = KINDS[kind](weight)
-    extra = 256 * 2 if kind == "int8" else 0  # a scale for each output
+    extra = 256 * (2 if layer.weights is None else 4) if kind == "int8" else 0  # a scale for each output
     assert memory_bytes(layer) == weight.numel() * bits // 8 + extra
     assert not list(layer.parameters()) and "weight" not in layer.state_dict()
 
@@ -245,7 +264,8 @@ def test_the_other_weights_have_the_dtype_asked_for(tmp_path: Path) -> None:
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
     one, other = whole.model.layers[0].self_attn.joined, half.model.layers[0].self_attn.joined  # type: ignore[union-attr]
     assert isinstance(one, Int8Linear) and isinstance(other, Int8Linear)
-    assert torch.equal(one.packed, other.packed) and torch.equal(one.scale, other.scale)  # of what is stored
+    for name in ("packed", "scale") if one.weights is None else ("packed", "scales"):  # of what is stored
+        assert torch.equal(*(getattr(layer.weights or layer, name) for layer in (one, other)))
     assert other.bias is not None and other.bias.dtype == torch.bfloat16
     with torch.no_grad():
         assert half(TOKENS).logits.dtype == torch.bfloat16
@@ -288,6 +308,14 @@ def test_a_quantised_model_is_neither_saved_nor_trained_nor_quantised_again(tmp_
         quantize_(model, "int4")
     with pytest.raises(ConfigError, match="not to be trained"):
         Trainer(run_config({"train": {"steps": 1}}), model=model, train_data=windows())
+
+
+def test_a_processor_that_oneDNN_packs_no_bfloat16_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    with pytest.raises(
+        ConfigError, match=r'weights "bf16" are packed for processors with .*; leave weights out .* or take int8'
+    ):
+        quantize_(small().bfloat16(), "bf16")
 
 
 def test_errors_name_the_value_and_what_is_known(tmp_path: Path) -> None:

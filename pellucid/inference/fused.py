@@ -1,0 +1,168 @@
+"""One call of a kernel for a whole forward: models whose weights have 4 or 8 bits, on the CPU.
+
+It stands in for the model's own forward, of which torch would run some 1,700 operators for a token. Activations are float32
+throughout; a token has the same bits alone, beside others, and however its sequence is cut. Keys are kept turned, so that
+16 of them are read at a time: its blocks are not those of `PagedAttend`.
+
+Shapes: N packed tokens, D model width, V vocabulary.
+"""
+
+import ctypes
+from collections.abc import Sequence as SequenceOf
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pellucid import kernels
+from pellucid.inference.paged import PagedCache, Span
+from pellucid.kernels.build import library
+from pellucid.kernels.linear import GROUP, LANES, LinearStruct
+from pellucid.model import Transformer
+from pellucid.model.attention import Attention
+from pellucid.model.mlp import SwiGLU
+from pellucid.model.quantize import PackedLinear
+from pellucid.model.transformer import Block
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` of kernels.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
+        *((name, LinearStruct) for name in ("qkv", "o", "gate_up", "down")),
+        ("cache", ctypes.c_void_p),
+        ("window", ctypes.c_int64),
+    )
+
+
+class _Decoder(ctypes.Structure):
+    """`Decoder` of kernels.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "width", "inner")),
+        *((name, ctypes.c_int64) for name in ("block_size", "cache_is_bfloat16", "embedding_is_bfloat16")),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("embedding", ctypes.c_void_p),
+        ("norm", ctypes.c_void_p),
+        ("head", LinearStruct),
+        ("layer", ctypes.c_void_p),
+    )
+
+
+class _Step(ctypes.Structure):
+    """`Step` of kernels.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "wanted", "longest", "threads")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "cos", "sin", "tables", "blocks", "chosen")),
+        ("hidden", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+    )
+
+
+def can_be_fused(model: Transformer, cache_dtype: torch.dtype, block_size: int) -> bool:
+    """Whether the kernel knows every part of the model."""
+    config, embedding = model.config, model.model.embed_tokens.weight
+    widths = config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim
+    return (
+        embedding.device.type == "cpu"
+        and {embedding.dtype, cache_dtype} <= {torch.float32, torch.bfloat16}
+        and block_size % LANES == config.head_dim % LANES == 0
+        and not any(width % GROUP for width in widths)
+        and _is_known(model.lm_head)
+        and all(_known_layer(block) for block in model.model.layers)  # type: ignore[arg-type]
+        and kernels.available()
+    )
+
+
+def _known_layer(block: Block) -> bool:
+    attention, mlp = block.self_attn, block.mlp
+    return (
+        type(attention) is Attention
+        and type(mlp) is SwiGLU
+        and attention.gate_proj is None
+        and all(_is_known(m) for m in (attention.joined, attention.o_proj, mlp.joined, mlp.down_proj))
+    )
+
+
+def _is_known(module: object) -> bool:
+    return isinstance(module, PackedLinear) and module.weights is not None
+
+
+class FusedDecoder:
+    """A forward on a cache. Its model's weights must not change.
+
+    Args:
+        model, cache: for which `can_be_fused` holds.
+        layers: only the first so many.
+    """
+
+    def __init__(self, model: Transformer, cache: PagedCache, *, layers: int | None = None) -> None:
+        config, embedding = model.config, model.model.embed_tokens.weight
+        self.model, self.cache, self.vocabulary = model, cache, config.vocab_size
+        self._held: list[Tensor] = []
+        """What the kernel has addresses of, beside what the model holds."""
+        blocks = cast(list[Block], list(model.model.layers))[:layers]
+        self._layers = (_Layer * len(blocks))(*map(self._layer, blocks, range(len(blocks)), model.layer_windows()))
+        self._decoder = _Decoder(
+            len(blocks), config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim,
+            config.intermediate_size, cache.block_size, cache.stored[0][0].dtype == torch.bfloat16, embedding.dtype == torch.bfloat16,
+            config.rms_norm_eps, config.head_dim**-0.5, embedding.data_ptr(), self._floats(model.model.norm.weight),
+            self._linear(model.lm_head), ctypes.addressof(self._layers),
+        )  # fmt: skip
+
+    def _layer(self, block: Block, number: int, window: int | None) -> _Layer:
+        attention, mlp = block.self_attn, block.mlp
+        assert isinstance(attention, Attention) and isinstance(mlp, SwiGLU)
+        norms = block.input_layernorm, block.post_attention_layernorm, attention.q_norm, attention.k_norm
+        linears = attention.joined, attention.o_proj, mlp.joined, mlp.down_proj
+        return _Layer(
+            *(None if norm is None else self._floats(norm.weight) for norm in norms),
+            *map(self._linear, linears),
+            self.cache.stored[number][0].data_ptr(),
+            window or 0,
+        )
+
+    def _linear(self, module: object) -> LinearStruct:
+        assert isinstance(module, PackedLinear) and module.weights is not None
+        if module.bias is None:
+            return module.weights.struct()
+        padded = torch.zeros(module.weights.packed.shape[0] * LANES)
+        padded[: module.out_features] = module.bias
+        self._held.append(padded)
+        return module.weights.struct(padded)
+
+    def _floats(self, weight: Tensor) -> int:
+        self._held.append(weight.detach().float().contiguous())
+        return self._held[-1].data_ptr()
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, admitted: Tensor, spans: SequenceOf[Span], chosen: SequenceOf[int]
+    ) -> tuple[Tensor, Tensor]:
+        """The normed hidden states ``[N, D]`` and the logits ``[len(chosen), V]`` of rows ``chosen``, float32.
+
+        Args:
+            tokens, positions, admitted: ``[N]``, as in `ScheduledBatch`.
+        """
+        count, rotary = len(tokens), self.model.model.rotary
+        if rotary.dynamic:  # torch rounds the last numel % 32 elements of a power by another routine
+            cos, sin = rotary(*(F.pad(x, (0, -count % 32), value=1) for x in (positions, admitted)))
+        else:
+            cos, sin = rotary(positions, admitted)
+        tables: list[int] = []
+        starts: list[int] = []
+        for span in spans:
+            starts += [len(tables)] * span.count
+            tables += span.blocks
+        at = [torch.tensor(x, dtype=torch.int64) for x in (starts, tables, chosen)]
+        hidden = torch.empty(count, self.model.config.hidden_size)
+        logits = torch.empty(len(chosen), self._decoder.head.tiles * LANES)
+        step = _Step(
+            count, len(chosen), max(span.start + span.count for span in spans), torch.get_num_threads(),
+            *(x.data_ptr() for x in (tokens, positions, cos, sin, *at, hidden, logits)),
+        )  # fmt: skip
+        library().pellucid_decode(ctypes.addressof(self._decoder), ctypes.addressof(step))
+        return hidden, logits[:, : self.vocabulary]

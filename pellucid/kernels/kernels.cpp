@@ -1,0 +1,625 @@
+// Kernels for the CPU: linear layers whose weights have 4 or 8 bits, and a whole decoder of them over a paged cache.
+//
+// Built on first use (build.py) and called through a C interface (native.py), without torch's headers. Every result is
+// computed by one thread in an order that depends neither on the number of threads nor on the other rows of a call: a row has
+// the same bits alone, in any batch, and however its sequence was cut into steps. Sums are float32, each multiplication and
+// addition is written as one `fma`, and the compiler may contract nothing by itself.
+//
+// Packed weights: outputs in tiles of 16, inputs in groups of 32. A group of 4 bits is four times 16 words of 32 bits, a word
+// an output's 8 levels of 8 inputs, followed by the tile's 16 scales and 16 zeros in bfloat16: 320 bytes. A group of 8 bits is
+// eight times 16 words of 4 levels: 512 bytes; its scales stand apart. weight = (level - 8) * scale + zero, or level * scale.
+//
+// Where the processor multiplies pairs of bfloat16 (`PAIRS`), the inputs of layers of 4 bits are rounded to it; levels are exact.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <omp.h>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) || defined(PELLUCID_EMULATE_PAIRS)
+#define PAIRS 1
+#else
+#define PAIRS 0
+#endif
+
+namespace {
+
+constexpr int LANES = 16, GROUP = 32, GROUP4 = 320, GROUP8 = 512;
+using bfloat16 = uint16_t;
+
+// -- 16 numbers at a time -----------------------------------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+constexpr int ROWS = 12, QUERIES = 12, CHAINS = 4;
+struct Vec { __m512 v; };
+struct Words { __m512i v; };
+inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
+inline Vec all(float a) { return {_mm512_set1_ps(a)}; }
+inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Vec least(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }  // b where either is NaN
+inline Vec most(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Vec zero_below(Vec x, Vec at, Vec a) {  // 0 where at <= a, else x
+    return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(at.v, a.v, _CMP_NLE_UQ), x.v)};
+}
+inline Vec rounded(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+inline Vec power_of_two(Vec n) {  // of integers
+    __m512i e = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(e, 23))};
+}
+inline Words words(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+inline Vec nibble(Words w, int i) {  // level i of each word
+    __m512i n = _mm512_and_si512(_mm512_srli_epi32(w.v, 4 * i), _mm512_set1_epi32(15));
+    return {_mm512_cvtepi32_ps(n)};
+}
+inline Vec byte(Words w, int i) {  // signed
+    return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(w.v, 24 - 8 * i), 24))};
+}
+inline Vec widen(const bfloat16* p) {
+    __m512i w = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(w, 16))};
+}
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int ROWS = 6, QUERIES = 6, CHAINS = 2;
+struct Vec { __m256 a, b; };
+struct Words { __m256i a, b; };
+inline Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x.a), _mm256_storeu_ps(p + 8, x.b); }
+inline Vec all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Vec fma(Vec x, Vec y, Vec z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+inline Vec operator+(Vec x, Vec y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline Vec operator-(Vec x, Vec y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline Vec operator*(Vec x, Vec y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline Vec operator/(Vec x, Vec y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline Vec least(Vec x, Vec y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline Vec most(Vec x, Vec y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline Vec zero_below(Vec x, Vec at, Vec y) {
+    return {_mm256_and_ps(_mm256_cmp_ps(at.a, y.a, _CMP_NLE_UQ), x.a), _mm256_and_ps(_mm256_cmp_ps(at.b, y.b, _CMP_NLE_UQ), x.b)};
+}
+inline Vec rounded(Vec x) {
+    constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
+}
+inline __m256 power_of_two(__m256 n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+inline Vec power_of_two(Vec n) { return {power_of_two(n.a), power_of_two(n.b)}; }
+inline Words words(const uint8_t* p) {
+    const __m256i* at = reinterpret_cast<const __m256i*>(p);
+    return {_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)};
+}
+inline __m256 nibble(__m256i w, int i) {
+    return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(w, 4 * i), _mm256_set1_epi32(15)));
+}
+inline Vec nibble(Words w, int i) { return {nibble(w.a, i), nibble(w.b, i)}; }
+inline __m256 byte(__m256i w, int i) {
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(w, 24 - 8 * i), 24));
+}
+inline Vec byte(Words w, int i) { return {byte(w.a, i), byte(w.b, i)}; }
+inline __m256 widen8(const bfloat16* p) {
+    __m256i w = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
+}
+inline Vec widen(const bfloat16* p) { return {widen8(p), widen8(p + 8)}; }
+#else
+constexpr int ROWS = 4, QUERIES = 4, CHAINS = 1;
+struct Vec { float v[LANES]; };
+struct Words { uint32_t v[LANES]; };
+template <class F> inline Vec each(F f) {
+    Vec out;
+    for (int i = 0; i < LANES; i++) out.v[i] = f(i);
+    return out;
+}
+inline Vec load(const float* p) { return each([&](int i) { return p[i]; }); }
+inline void store(float* p, Vec a) { std::memcpy(p, a.v, sizeof a.v); }
+inline Vec all(float a) { return each([&](int) { return a; }); }
+inline Vec fma(Vec a, Vec b, Vec c) { return each([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); }); }
+inline Vec operator+(Vec a, Vec b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
+inline Vec operator-(Vec a, Vec b) { return each([&](int i) { return a.v[i] - b.v[i]; }); }
+inline Vec operator*(Vec a, Vec b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
+inline Vec operator/(Vec a, Vec b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
+inline Vec least(Vec a, Vec b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
+inline Vec most(Vec a, Vec b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
+inline Vec zero_below(Vec x, Vec at, Vec a) { return each([&](int i) { return at.v[i] <= a.v[i] ? 0.0f : x.v[i]; }); }
+inline Vec rounded(Vec a) { return each([&](int i) { return std::nearbyintf(a.v[i]); }); }
+inline Vec power_of_two(Vec n) { return each([&](int i) { return std::isnan(n.v[i]) ? n.v[i] : std::ldexp(1.0f, int(n.v[i])); }); }
+inline Words words(const uint8_t* p) {
+    Words out;
+    std::memcpy(out.v, p, sizeof out.v);
+    return out;
+}
+inline Vec nibble(Words w, int n) { return each([&](int i) { return float(w.v[i] >> 4 * n & 15); }); }
+inline Vec byte(Words w, int n) { return each([&](int i) { return float(int8_t(w.v[i] >> 8 * n)); }); }
+inline Vec widen(const bfloat16* p) {
+    return each([&](int i) {
+        uint32_t bits = uint32_t(p[i]) << 16;
+        float out;
+        std::memcpy(&out, &bits, 4);
+        return out;
+    });
+}
+#endif
+
+inline float widen_one(bfloat16 x) {
+    uint32_t bits = uint32_t(x) << 16;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+
+inline bfloat16 narrow_one(float x) {  // to nearest, ties to even
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    if (x != x) return bfloat16(bits >> 16 | 64);
+    return bfloat16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+inline float sum(Vec a) {
+    float v[LANES];
+    store(v, a);
+    for (int step = 8; step; step /= 2)
+        for (int i = 0; i < step; i++) v[i] += v[i + step];
+    return v[0];
+}
+
+inline float maximum(Vec a) {
+    float v[LANES];
+    store(v, a);
+    return *std::max_element(v, v + LANES);
+}
+
+// e^x, to about 1e-7; 0 below -87
+inline Vec exponential(Vec x) {
+    const Vec lowest = all(-87.0f);
+    Vec inside = least(all(88.3f), most(lowest, x));
+    Vec n = rounded(inside * all(1.44269504f));
+    Vec r = fma(n, all(2.12194440e-4f), fma(n, all(-0.693359375f), inside));
+    Vec p = all(1.9875691500e-4f);
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 0.5f}) p = fma(p, r, all(c));
+    p = fma(p, r * r, r) + all(1.0f);
+    return zero_below(p * power_of_two(n), x, lowest);
+}
+
+// -- linear layers ------------------------------------------------------------------------------------------------------
+
+struct Linear {
+    const uint8_t* weights;
+    const float* scales;  // of 8 bits, [tiles * 16]
+    const float* bias;    // [tiles * 16], or null
+    int64_t bits, groups, tiles;
+};
+
+// rows [rows, stride] of float32, groups * 32 of each are read; of layers of 4 bits their sums by group, and with PAIRS their
+// roundings
+struct Inputs {
+    float* values;
+    bfloat16* pairs;
+    float* sums;
+    int64_t stride;
+};
+
+inline void prepare(const Inputs& in, int64_t row, int64_t groups) {
+    const float* x = in.values + row * in.stride;
+    float* sums = in.sums + row * (in.stride / GROUP);
+    for (int64_t g = 0; g < groups; g++, x += GROUP) {
+#if PAIRS
+        bfloat16* to = in.pairs + row * in.stride + g * GROUP;
+        for (int i = 0; i < GROUP; i++) to[i] = narrow_one(x[i]);
+        sums[g] = sum(widen(to) + widen(to + LANES));
+#else
+        sums[g] = sum(load(x) + load(x + LANES));
+#endif
+    }
+}
+
+#if PAIRS && defined(__AVX512BF16__)
+using Pairs = __m512i;
+inline Pairs pairs_of(Words w, int i) {  // levels i and i + 4 of each word
+    const __m512i levels = _mm512_set_epi16(
+        0x4170, 0x4160, 0x4150, 0x4140, 0x4130, 0x4120, 0x4110, 0x4100, 0x40e0, 0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000, 0x3f80, 0,
+        0x4170, 0x4160, 0x4150, 0x4140, 0x4130, 0x4120, 0x4110, 0x4100, 0x40e0, 0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000, 0x3f80, 0);
+    return _mm512_permutexvar_epi16(_mm512_srli_epi32(w.v, 4 * i), levels);  // looks at five bits: the table stands there twice
+}
+inline Vec add_pairs(Vec sum, Pairs p, const bfloat16* x) {
+    int32_t both;
+    std::memcpy(&both, x, 4);
+    return {_mm512_dpbf16_ps(sum.v, (__m512bh)p, (__m512bh)_mm512_set1_epi32(both))};
+}
+#elif PAIRS
+struct Pairs { Vec even, odd; };
+inline Pairs pairs_of(Words w, int i) { return {nibble(w, i), nibble(w, i + 4)}; }
+inline Vec add_pairs(Vec sum, Pairs p, const bfloat16* x) {
+    return fma(p.odd, all(widen_one(x[1])), fma(p.even, all(widen_one(x[0])), sum));
+}
+#endif
+
+// T tiles of outputs of R rows
+template <int R, int T> inline void multiply4(const Linear& l, int64_t tile, const Inputs& in, int64_t row, Vec (&out)[T][R]) {
+    const uint8_t* w = l.weights + tile * l.groups * GROUP4;
+    const int64_t next = l.groups * GROUP4, sums_stride = in.stride / GROUP;
+    const float* sums = in.sums + row * sums_stride;
+    Vec total[T][R];
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < R; r++) total[t][r] = all(0);
+    for (int64_t g = 0; g < l.groups; g++, w += GROUP4) {
+        Vec part[T][R];
+        for (int t = 0; t < T; t++)
+            for (int r = 0; r < R; r++) part[t][r] = all(0);
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++) {
+#if PAIRS
+            const bfloat16* x = in.pairs + row * in.stride + g * GROUP + 8 * c;
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++)
+                for (int t = 0; t < T; t++) {
+                    Pairs p = pairs_of(words(w + t * next + 64 * c), i);
+                    for (int r = 0; r < R; r++) part[t][r] = add_pairs(part[t][r], p, x + r * in.stride + 2 * i);
+                }
+#else
+            const float* x = in.values + row * in.stride + g * GROUP + 8 * c;
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++)
+                for (int t = 0; t < T; t++) {
+                    Vec level = nibble(words(w + t * next + 64 * c), i);
+                    for (int r = 0; r < R; r++)
+                        part[t][r] = fma(all(x[r * in.stride + (i < 4 ? 2 * i : 2 * i - 7)]), level, part[t][r]);
+                }
+#endif
+        }
+        for (int t = 0; t < T; t++) {
+            const bfloat16* at = reinterpret_cast<const bfloat16*>(w + t * next + 256);
+            Vec scale = widen(at), zero = fma(all(-8), scale, widen(at + LANES));
+            for (int r = 0; r < R; r++)
+                total[t][r] = fma(all(sums[r * sums_stride + g]), zero, fma(part[t][r], scale, total[t][r]));
+        }
+    }
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < R; r++) out[t][r] = total[t][r];
+}
+
+template <int R, int T> inline void multiply8(const Linear& l, int64_t tile, const Inputs& in, int64_t row, Vec (&out)[T][R]) {
+    const uint8_t* w = l.weights + tile * l.groups * GROUP8;
+    const int64_t next = l.groups * GROUP8;
+    const float* x = in.values + row * in.stride;
+    Vec total[T][R];
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < R; r++) total[t][r] = all(0);
+    for (int64_t c = 0; c < l.groups * 8; c++, w += 64, x += 4)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++)
+            for (int t = 0; t < T; t++) {
+                Vec level = byte(words(w + t * next), i);
+                for (int r = 0; r < R; r++) total[t][r] = fma(all(x[r * in.stride + i]), level, total[t][r]);
+            }
+    for (int t = 0; t < T; t++) {
+        Vec scale = load(l.scales + (tile + t) * LANES);
+        for (int r = 0; r < R; r++) out[t][r] = total[t][r] * scale;
+    }
+}
+
+template <int R, int T> inline void multiply(const Linear& l, int64_t tile, const Inputs& in, int64_t row, Vec (&out)[T][R]) {
+    if (l.bits == 4) multiply4<R, T>(l, tile, in, row, out);
+    else multiply8<R, T>(l, tile, in, row, out);
+    if (l.bias)
+        for (int t = 0; t < T; t++)
+            for (int r = 0; r < R; r++) out[t][r] = out[t][r] + load(l.bias + (tile + t) * LANES);
+}
+
+// Where products go
+struct Output {
+    float* to;  // [rows, stride]
+    int64_t stride;
+    enum { STORE, ADD, GATE } how;  // GATE: silu of what stands there, times the product
+};
+
+inline void emit(const Output& out, int64_t row, int64_t tile, Vec v) {
+    float* at = out.to + row * out.stride + tile * LANES;
+    if (out.how == Output::ADD) v = load(at) + v;
+    if (out.how == Output::GATE) {
+        Vec gate = load(at);
+        v = gate / (all(1) + exponential(all(0) - gate)) * v;
+    }
+    store(at, v);
+}
+
+// Tiles first ... last of some rows
+template <int R, int T>
+void block(const Linear& l, int64_t first, int64_t last, const Inputs& in, int64_t row, const Output& to) {
+    int64_t tile = first;
+    for (; tile + T <= last; tile += T) {
+        Vec out[T][R];
+        multiply<R, T>(l, tile, in, row, out);
+        for (int t = 0; t < T; t++)
+            for (int r = 0; r < R; r++) emit(to, row + r, tile + t, out[t][r]);
+    }
+    if constexpr (T > 1)
+        if (tile < last) block<R, 1>(l, tile, last, in, row, to);
+}
+
+void linear(const Linear& l, int64_t first, int64_t last, const Inputs& in, int64_t rows, const Output& to) {
+    // few rows go through all tiles at once; many keep a tile's weights in the cache
+    const int64_t step = rows <= ROWS ? std::max<int64_t>(1, last - first) : 1;
+    for (int64_t tile = first; tile < last; tile += step) {
+        int64_t row = 0, end = tile + step;
+        for (; row + ROWS <= rows; row += ROWS) block<ROWS, 1>(l, tile, end, in, row, to);
+        if constexpr (ROWS > 8)
+            for (; row + 8 <= rows; row += 8) block<8, 1>(l, tile, end, in, row, to);
+        for (; row + 4 <= rows; row += 4) block<4, 1>(l, tile, end, in, row, to);
+        for (; row + 2 <= rows; row += 2) block<2, (CHAINS > 1 ? 2 : 1)>(l, tile, end, in, row, to);
+        for (; row < rows; row++) block<1, CHAINS>(l, tile, end, in, row, to);
+    }
+}
+
+struct Share { int64_t first, last; };
+
+inline Share share(int64_t count) {  // of this thread
+    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    return {count * thread / threads, count * (thread + 1) / threads};
+}
+
+void linear_share(const Linear& l, const Inputs& in, int64_t rows, const Output& to) {
+    const Share tiles = share(l.tiles);
+    linear(l, tiles.first, tiles.last, in, rows, to);
+}
+
+// -- the decoder --------------------------------------------------------------------------------------------------------
+
+struct Layer {
+    const float *attention_norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
+    Linear qkv, o, gate_up, down;
+    void* cache;     // [blocks, 2 * kv_heads, block_size * width]: keys [width, block_size], values [block_size, width]
+    int64_t window;  // 0: everything before
+};
+
+struct Decoder {
+    int64_t layers, hidden, heads, kv_heads, width, inner, block_size, cache_is_bfloat16, embedding_is_bfloat16;
+    float eps, scale;
+    const void* embedding;
+    const float* norm;
+    Linear head;
+    const Layer* layer;
+};
+
+struct Step {
+    int64_t rows, wanted, longest, threads;  // longest: keys of the longest sequence
+    const int64_t *tokens, *positions;
+    const float *cos, *sin;          // [rows, width]
+    const int64_t *tables, *blocks;  // of each row, where its sequence's blocks begin in the second
+    const int64_t* chosen;           // rows whose logits are wanted
+    float* hidden;                   // [rows, hidden]
+    float* logits;                   // [wanted, 16 * tiles of the head]
+};
+
+inline void normed(const float* x, const float* weight, int64_t width, float eps, float* out) {
+    Vec squares = all(0);
+    for (int64_t i = 0; i < width; i += LANES) squares = fma(load(x + i), load(x + i), squares);
+    Vec inverse = all(1.0f / std::sqrt(sum(squares) / float(width) + eps));
+    for (int64_t i = 0; i < width; i += LANES) store(out + i, load(x + i) * inverse * load(weight + i));
+}
+
+inline void turn(float* x, const float* cos, const float* sin, int64_t width) {
+    for (int64_t i = 0, half = width / 2; i < half; i++) {
+        float a = x[i], b = x[i + half];
+        x[i] = std::fma(b, sin[i], a * cos[i]);
+        x[i + half] = std::fma(a, sin[i + half], b * cos[i + half]);
+    }
+}
+
+inline Vec cached(const float* p) { return load(p); }
+inline Vec cached(const bfloat16* p) { return widen(p); }
+inline void put(float* p, float x) { *p = x; }
+inline void put(bfloat16* p, float x) { *p = narrow_one(x); }
+
+// Scores of Q queries against 16 keys
+template <int Q, class T> inline void score(const float* const* q, const T* keys, int64_t width, int64_t size, float* const* out) {
+    Vec total[Q];
+    for (int i = 0; i < Q; i++) total[i] = all(0);
+    for (int64_t d = 0; d < width; d++, keys += size) {
+        Vec k = cached(keys);
+        for (int i = 0; i < Q; i++) total[i] = fma(all(q[i][d]), k, total[i]);
+    }
+    for (int i = 0; i < Q; i++) store(out[i], total[i]);
+}
+
+template <int Q, class T>
+inline void scores(int count, const float* const* q, const T* keys, int64_t width, int64_t size, float* const* out) {
+    if (count == Q) return score<Q>(q, keys, width, size, out);
+    if constexpr (Q > 1) scores<Q - 1>(count, q, keys, width, size, out);
+}
+
+// Some queries of one head and sequence; `weights` has room for as many scores of each as there are keys
+template <class T>
+void attend(const Decoder& m, const T* cache, int64_t kv_head, const int64_t* blocks, int64_t window, int count,
+            const float* const* q, const int64_t* limits, float* const* out, float* room, int64_t stride) {
+    const int64_t size = m.block_size, width = m.width, piece = size * width;
+    int64_t end = 0, begin = std::numeric_limits<int64_t>::max(), starts[QUERIES];
+    for (int i = 0; i < count; i++) {
+        starts[i] = window ? std::max<int64_t>(0, limits[i] - window) : 0;
+        end = std::max(end, limits[i]), begin = std::min(begin, starts[i]);
+    }
+    begin = begin / LANES * LANES;
+    float* to[QUERIES];
+    for (int64_t key = begin; key < end; key += LANES) {
+        for (int i = 0; i < count; i++) to[i] = room + i * stride + key;
+        scores<QUERIES>(count, q, cache + (blocks[key / size] * 2 * m.kv_heads + kv_head) * piece + key % size, width, size, to);
+    }
+    for (int i = 0; i < count; i++) {
+        float* s = room + i * stride;
+        const int64_t from = starts[i] / LANES * LANES, until = (limits[i] + LANES - 1) / LANES * LANES;
+        std::fill(s + from, s + starts[i], -INFINITY);
+        std::fill(s + limits[i], s + until, -INFINITY);
+        Vec top = all(-INFINITY), total = all(0);
+        for (int64_t key = from; key < until; key += LANES) top = most(load(s + key), top);
+        const Vec highest = all(maximum(top));
+        for (int64_t key = from; key < until; key += LANES) {
+            Vec e = exponential(load(s + key) - highest);
+            store(s + key, e), total = total + e;
+        }
+        const Vec inverse = all(1.0f / sum(total));
+        for (int64_t at = 0; at < width; at += 4 * LANES) {
+            const int vecs = int(std::min<int64_t>(4, (width - at) / LANES));
+            Vec mixed[4] = {all(0), all(0), all(0), all(0)};
+            for (int64_t key = starts[i]; key < limits[i];) {
+                const int64_t stop = std::min(limits[i], key / size * size + size);
+                const T* values = cache + ((blocks[key / size] * 2 + 1) * m.kv_heads + kv_head) * piece + key % size * width + at;
+                if (vecs == 4)
+                    for (; key < stop; key++, values += width)
+                        for (int v = 0; v < 4; v++) mixed[v] = fma(all(s[key]), cached(values + v * LANES), mixed[v]);
+                else
+                    for (; key < stop; key++, values += width)
+                        for (int v = 0; v < vecs; v++) mixed[v] = fma(all(s[key]), cached(values + v * LANES), mixed[v]);
+            }
+            for (int v = 0; v < vecs; v++) store(out[i] + at + v * LANES, mixed[v] * inverse);
+        }
+    }
+}
+
+// Rows that stand one after the other in one sequence
+struct Run { int64_t row, count; };
+
+template <class T> void run(const Decoder& m, const Step& s) {
+    const int64_t qkv = (m.heads + 2 * m.kv_heads) * m.width, mixed = m.heads * m.width, group = m.heads / m.kv_heads;
+    const int64_t widest = std::max({m.hidden, m.inner, mixed}), stride = (widest + GROUP - 1) / GROUP * GROUP;
+    const int64_t qkv_stride = (qkv + LANES - 1) / LANES * LANES, keys = (s.longest + LANES - 1) / LANES * LANES;
+    // one query a unit where there are few, so that every thread has work
+    const bool single = s.rows * m.kv_heads < 4 * s.threads || group > QUERIES;
+    const int64_t heads_each = single ? 1 : group, rows_each = std::max<int64_t>(1, QUERIES / heads_each);
+    std::vector<Run> runs;
+    for (int64_t r = 0; r < s.rows; r++) {
+        const bool follows = r && s.tables[r] == s.tables[r - 1] && runs.back().count < rows_each;
+        if (follows) runs.back().count++;
+        else runs.push_back({r, 1});
+    }
+    std::vector<float> x(s.rows * m.hidden), made(s.rows * qkv_stride), first(s.rows * stride), second(s.rows * stride);
+    std::vector<float> sums(s.rows * stride / GROUP), room(s.threads * QUERIES * keys);
+    std::vector<bfloat16> pairs(PAIRS ? s.rows * stride : 0);
+    const Inputs in{first.data(), pairs.data(), sums.data(), stride}, inside{second.data(), pairs.data(), sums.data(), stride};
+    const auto groups = [](int64_t inputs) { return (inputs + GROUP - 1) / GROUP; };
+
+#pragma omp parallel num_threads(int(s.threads))
+    {
+        const Share rows = share(s.rows), wanted = share(s.wanted);
+        const int64_t thread = omp_get_thread_num();
+        const Output to_x{x.data(), m.hidden, Output::ADD};
+        for (int64_t r = rows.first; r < rows.last; r++)
+            for (int64_t i = 0; i < m.hidden; i++) {
+                const int64_t at = s.tokens[r] * m.hidden + i;
+                x[r * m.hidden + i] = m.embedding_is_bfloat16 ? widen_one(static_cast<const bfloat16*>(m.embedding)[at])
+                                                              : static_cast<const float*>(m.embedding)[at];
+            }
+        for (int64_t n = 0; n < m.layers; n++) {
+            const Layer& l = m.layer[n];
+            T* cache = static_cast<T*>(l.cache);
+            for (int64_t r = rows.first; r < rows.last; r++) {
+                normed(x.data() + r * m.hidden, l.attention_norm, m.hidden, m.eps, in.values + r * stride);
+                prepare(in, r, groups(m.hidden));
+            }
+#pragma omp barrier
+            linear_share(l.qkv, in, s.rows, {made.data(), qkv_stride, Output::STORE});
+#pragma omp barrier
+#pragma omp for schedule(static)
+            for (int64_t u = 0; u < s.rows * (m.heads + 2 * m.kv_heads); u++) {
+                const int64_t r = u / (m.heads + 2 * m.kv_heads), h = u % (m.heads + 2 * m.kv_heads);
+                float* at = made.data() + r * qkv_stride + h * m.width;
+                const bool is_q = h < m.heads, is_k = !is_q && h < m.heads + m.kv_heads;
+                if (is_q || is_k) {
+                    const float* weight = is_q ? l.q_norm : l.k_norm;
+                    if (weight) normed(at, weight, m.width, m.eps, at);
+                    turn(at, s.cos + r * m.width, s.sin + r * m.width, m.width);
+                }
+                if (is_q) {
+                    for (int64_t i = 0; i < m.width; i++) at[i] *= m.scale;
+                    continue;
+                }
+                const int64_t place = s.positions[r], block = s.blocks[s.tables[r] + place / m.block_size], slot = place % m.block_size;
+                T* to = cache + (block * 2 * m.kv_heads + h - m.heads) * m.block_size * m.width;
+                for (int64_t i = 0; i < m.width; i++) put(is_k ? to + i * m.block_size + slot : to + slot * m.width + i, at[i]);
+            }
+            const int64_t parts = m.heads / heads_each;
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t u = 0; u < int64_t(runs.size()) * parts; u++) {
+                const Run run = runs[u / parts];
+                const int64_t head = u % parts * heads_each;
+                const float* q[QUERIES];
+                float* out[QUERIES];
+                int64_t limits[QUERIES];
+                int count = 0;
+                for (int64_t r = run.row; r < run.row + run.count; r++)
+                    for (int64_t h = head; h < head + heads_each; h++, count++) {
+                        q[count] = made.data() + r * qkv_stride + h * m.width;
+                        out[count] = in.values + r * stride + h * m.width;
+                        limits[count] = s.positions[r] + 1;
+                    }
+                attend(m, cache, head / group, s.blocks + s.tables[run.row], l.window, count, q, limits, out,
+                       room.data() + thread * QUERIES * keys, keys);
+            }
+            for (int64_t r = rows.first; r < rows.last; r++) prepare(in, r, groups(mixed));
+#pragma omp barrier
+            linear_share(l.o, in, s.rows, to_x);
+#pragma omp barrier
+            for (int64_t r = rows.first; r < rows.last; r++) {
+                normed(x.data() + r * m.hidden, l.mlp_norm, m.hidden, m.eps, in.values + r * stride);
+                prepare(in, r, groups(m.hidden));
+            }
+#pragma omp barrier
+            const int64_t half = m.inner / LANES;  // the gate's tiles; those of `up` follow
+            const Share tiles = share(half);
+            linear(l.gate_up, tiles.first, tiles.last, in, s.rows, {inside.values, stride, Output::STORE});
+            linear(l.gate_up, half + tiles.first, half + tiles.last, in, s.rows, {inside.values - m.inner, stride, Output::GATE});
+#pragma omp barrier
+            for (int64_t r = rows.first; r < rows.last; r++) prepare(inside, r, groups(m.inner));
+#pragma omp barrier
+            linear_share(l.down, inside, s.rows, to_x);
+#pragma omp barrier
+        }
+        for (int64_t r = rows.first; r < rows.last; r++)
+            normed(x.data() + r * m.hidden, m.norm, m.hidden, m.eps, s.hidden + r * m.hidden);
+#pragma omp barrier
+        for (int64_t i = wanted.first; i < wanted.last; i++) {
+            std::memcpy(in.values + i * stride, s.hidden + s.chosen[i] * m.hidden, m.hidden * sizeof(float));
+            prepare(in, i, groups(m.hidden));
+        }
+#pragma omp barrier
+        linear_share(m.head, in, s.wanted, {s.logits, m.head.tiles * LANES, Output::STORE});
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// values [rows, groups * 32] -> out [rows, tiles * 16]
+void pellucid_linear(const Linear* l, float* values, int64_t rows, float* out, int64_t threads) {
+    const int64_t stride = l->groups * GROUP;
+    std::vector<float> sums(rows * l->groups);
+    std::vector<bfloat16> pairs(PAIRS ? rows * stride : 0);
+    const Inputs in{values, pairs.data(), sums.data(), stride};
+#pragma omp parallel num_threads(int(threads))
+    {
+        const Share mine = share(rows);
+        if (l->bits == 4)
+            for (int64_t r = mine.first; r < mine.last; r++) prepare(in, r, l->groups);
+#pragma omp barrier
+        linear_share(*l, in, rows, {out, l->tiles * LANES, Output::STORE});
+    }
+}
+
+void pellucid_decode(const Decoder* m, const Step* s) {
+    if (m->cache_is_bfloat16) run<bfloat16>(*m, *s);
+    else run<float>(*m, *s);
+}
+
+// what this was built for: pairs of bfloat16 are rounded and multiplied
+int64_t pellucid_pairs() { return PAIRS; }
+
+}

@@ -1,0 +1,132 @@
+"""Linear layers of 4 and 8 bits as the kernels read them.
+
+Shapes: O outputs, I inputs, G groups of `GROUP` inputs, T tiles of `LANES` outputs. Sizes that do not fit are padded: outputs
+with weights of zero, inputs by zeros that come in.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pellucid.kernels.build import library
+
+GROUP = 32
+LANES = 16
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The inputs, of 8, whose levels of 4 bits stand one after the other in a word, lowest bits first."""
+
+
+class LinearStruct(ctypes.Structure):
+    """`Linear` of kernels.cpp."""
+
+    _fields_ = (
+        ("weights", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("bits", ctypes.c_int64),
+        ("groups", ctypes.c_int64),
+        ("tiles", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True)
+class KernelWeights:
+    """Packed by `pack4` or `pack8`."""
+
+    packed: Tensor
+    """uint8 ``[T, G, 320]`` of 4 bits, levels, scales and zeros; ``[T, G, 512]`` of 8 bits, levels alone."""
+    scales: Tensor
+    """Of 8 bits, float32 ``[16 T]``; else empty."""
+    outputs: int
+    inputs: int
+
+    @property
+    def bits(self) -> int:
+        """4 or 8."""
+        return 8 if len(self.scales) else 4
+
+    @property
+    def nbytes(self) -> int:
+        """Of weights and scales."""
+        return self.packed.nbytes + self.scales.nbytes
+
+    def struct(self, bias: Tensor | None = None) -> LinearStruct:
+        """For the kernels; ``bias`` is float32 ``[16 T]``. Whoever holds it must hold the tensors."""
+        tiles, groups, _ = self.packed.shape
+        scales = self.scales.data_ptr() if len(self.scales) else None
+        return LinearStruct(
+            self.packed.data_ptr(), scales, None if bias is None else bias.data_ptr(), self.bits, groups, tiles
+        )
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """``[N, I]`` -> ``[N, O]`` float32. Each row has the bits that it has alone."""
+        out: Tensor = torch.ops.pellucid.packed_linear(x, self.packed, self.scales, self.outputs)
+        return out
+
+
+def pack4(levels: Tensor, scale_zero: Tensor, inputs: int) -> KernelWeights:
+    """Of levels int32 ``[O, 32 G]`` of 0 ... 15 and bfloat16 ``[G, O, 2]``: ``(levels - 8) * scale + zero``."""
+    outputs, groups = len(levels), len(scale_zero)
+    padding = -outputs % LANES
+    levels, scale_zero = F.pad(levels, (0, 0, 0, padding)), F.pad(scale_zero, (0, 0, 0, padding))
+    nibbles = levels.view(-1, LANES, groups, 4, 8)[..., list(ORDER)]
+    words = torch.zeros(nibbles.shape[:-1], dtype=torch.int32)
+    for i in range(8):
+        words |= nibbles[..., i] << (4 * i)
+    content = words.permute(0, 2, 3, 1).contiguous().view(torch.uint8).flatten(2)  # [T, G, 256]
+    scales = scale_zero.view(groups, -1, LANES, 2).permute(1, 0, 3, 2).contiguous().view(torch.uint8).flatten(2)
+    return KernelWeights(torch.cat([content, scales], -1), torch.empty(0), outputs, inputs)
+
+
+def pack8(levels: Tensor, scale: Tensor) -> KernelWeights:
+    """Of levels int8 ``[O, I]`` and scale ``[O]``: ``levels * scale``."""
+    outputs, inputs = levels.shape
+    padding = -outputs % LANES
+    levels = F.pad(levels, (0, -inputs % GROUP, 0, padding))
+    packed = levels.view(len(levels) // LANES, LANES, -1, 8, 4).permute(0, 2, 3, 1, 4).contiguous()
+    return KernelWeights(packed.view(torch.uint8).flatten(2), F.pad(scale.float(), (0, padding)), outputs, inputs)
+
+
+def unpacked(weights: KernelWeights) -> Tensor:
+    """The numbers that packed ones stand for, float32 ``[O, I]``."""
+    tiles, groups, _ = weights.packed.shape
+    if weights.bits == 8:
+        levels = weights.packed.view(torch.int8).view(tiles, groups, 8, LANES, 4).permute(0, 3, 1, 2, 4)
+        whole = levels.reshape(tiles * LANES, -1).float() * weights.scales[:, None]
+        return whole[: weights.outputs, : weights.inputs]
+    words = weights.packed[..., :256].contiguous().view(torch.int32).view(tiles, groups, 4, LANES)
+    scale, zero = (
+        weights.packed[..., 256:].contiguous().view(torch.bfloat16).view(tiles, groups, 2, LANES).float().unbind(2)
+    )
+    nibbles = torch.stack([words >> 4 * ORDER.index(i) & 15 for i in range(8)], -1).permute(0, 3, 1, 2, 4)
+    scale, zero = (x.permute(0, 2, 1)[..., None, None] for x in (scale, zero))
+    whole = ((nibbles - 8) * scale + zero).reshape(tiles * LANES, -1)
+    return whole[: weights.outputs, : weights.inputs]
+
+
+def rounds_inputs() -> bool:
+    """Whether layers of 4 bits round what comes in to bfloat16: where the processor multiplies that."""
+    return bool(library().pellucid_pairs())
+
+
+torch.library.define("pellucid::packed_linear", "(Tensor x, Tensor packed, Tensor scales, int outputs) -> Tensor")
+
+
+@torch.library.impl("pellucid::packed_linear", "CPU")
+def _packed_linear(x: Tensor, packed: Tensor, scales: Tensor, outputs: int) -> Tensor:
+    tiles, groups, _ = packed.shape
+    rows = F.pad(x.float(), (0, groups * GROUP - x.shape[1])).contiguous()
+    out = torch.empty(len(rows), tiles * LANES)
+    layer = KernelWeights(packed, scales, outputs, x.shape[1]).struct()
+    library().pellucid_linear(
+        ctypes.addressof(layer), rows.data_ptr(), len(rows), out.data_ptr(), torch.get_num_threads()
+    )
+    return out[:, :outputs]
+
+
+@torch.library.register_fake("pellucid::packed_linear")  # type: ignore[untyped-decorator]
+def _shape(x: Tensor, packed: Tensor, scales: Tensor, outputs: int) -> Tensor:
+    return x.new_empty(len(x), outputs, dtype=torch.float32)

@@ -1,0 +1,109 @@
+"""Products of packed weights against torch's of what they stand for, in each way that the kernels can be compiled."""
+
+import ctypes
+import shutil
+import subprocess
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pellucid import kernels
+from pellucid.kernels import build
+from pellucid.kernels.linear import GROUP, rounds_inputs
+from pellucid.model.quantize import to_int4, to_int8
+
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
+SHAPES = [(64, 96), (33, 47), (1, 1), (16, 33), (130, 576)]
+VARIANTS = {
+    "this processor": None,
+    "pairs of bfloat16, emulated": ("-march=native", "-DPELLUCID_EMULATE_PAIRS"),
+    "any processor": (),
+}
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request, tmp_path_factory):
+    """Patches the library that everything calls; gives whether layers of 4 bits round their inputs."""
+    flags = VARIANTS[request.param]
+    if flags is None:
+        yield rounds_inputs()
+        return
+    path = tmp_path_factory.mktemp("kernels") / "kernels.so"
+    fixed = [f for f in build.FLAGS if f not in ("-march=native", "-O3")]
+    subprocess.run(["c++", "-O1", *fixed, *flags, "-shared", str(build.SOURCE), "-o", str(path)], check=True)
+    library = ctypes.CDLL(str(path))
+    library.pellucid_linear.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pellucid.kernels.linear.library", lambda: library)
+        yield bool(library.pellucid_pairs())
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def packed(bits, outputs, inputs):
+    weight = drawn(outputs, inputs)
+    return kernels.pack8(*to_int8(weight)) if bits == 8 else kernels.pack4(*to_int4(weight), inputs)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_packing_loses_nothing(outputs, inputs):
+    weight = drawn(outputs, inputs)
+    levels, scale_zero = to_int4(weight)
+    scale, zero = scale_zero.float().repeat_interleave(GROUP, 0).permute(2, 1, 0)
+    assert torch.equal(kernels.unpacked(packed(4, outputs, inputs)), ((levels - 8) * scale + zero)[:, :inputs])
+    levels, scale = to_int8(weight)
+    assert torch.equal(kernels.unpacked(packed(8, outputs, inputs)), levels.float() * scale.float()[:, None])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 27])
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_product_is_that_of_the_unpacked_weights(variant, bits, outputs, inputs, rows):
+    weights, x = packed(bits, outputs, inputs), drawn(rows, inputs, seed=1)
+    taken = x.bfloat16() if bits == 4 and variant else x
+    unpacked = kernels.unpacked(weights).double()
+    exact, room = F.linear(taken.double(), unpacked), F.linear(taken.double().abs(), unpacked.abs())
+    out = weights.multiply(x)
+    assert out.dtype == torch.float32 and out.shape == exact.shape
+    # a zero is up to 8 scales away from its level, so that the two parts of a weight may cancel
+    assert ((out - exact).abs() <= 2e-6 * (room + 1)).all()
+    assert not torch.equal(out, weights.multiply(x + 0.1))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(variant, bits):
+    weights, x = packed(bits, 130, 576), drawn(41, 576, seed=1)
+    whole = weights.multiply(x)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 24, 25):
+        assert torch.equal(torch.cat([weights.multiply(part) for part in x.split(rows)]), whole), rows
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(weights.multiply(x), whole)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_row_of_nan_stays_alone(variant, bits):
+    weights, x = packed(bits, 33, 47), drawn(9, 47, seed=1)
+    clean = weights.multiply(x)
+    x[4, 7] = torch.nan
+    out = weights.multiply(x)
+    assert out[4].isnan().all()
+    assert torch.equal(out[torch.arange(9) != 4], clean[torch.arange(9) != 4])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_no_rows(bits):
+    assert packed(bits, 33, 47).multiply(torch.empty(0, 47)).shape == (0, 33)
