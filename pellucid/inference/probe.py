@@ -35,7 +35,7 @@ def exactness_problem(model: Transformer, *, kv_dtype: torch.dtype | None = None
         kv_dtype, page_size: of the cache; None: of the model's weights.
     """
     dtype = model.model.embed_tokens.weight.dtype
-    fused = can_be_fused(model, kv_dtype or dtype, page_size)
+    fused = can_be_fused(model, kv_dtype or dtype, page_size, exact=True)
     linears = {(type(m), shape): (name, m) for name, m in model.named_modules() if (shape := _shape(m)) is not None}
     key = (
         repr(model.config),

@@ -64,7 +64,7 @@ class ModelRunner:
         self.device = model.model.embed_tokens.weight.device
         self.cache = PagedCache(model.kv_specs(), num_blocks, block_size, dtype=dtype, device=self.device)
         self.windows, self.experts = model.layer_windows(), experts_of(model)
-        self.fused = FusedDecoder(model, self.cache) if can_be_fused(model, dtype, block_size) else None
+        self.fused = FusedDecoder(model, self.cache) if can_be_fused(model, dtype, block_size, exact=exact) else None
         """The whole forward as one kernel."""
         # torch rounds the last numel % 32 elements of a power by another routine
         self.row_multiple = 32 if model.model.rotary.dynamic and self.fused is None else 1

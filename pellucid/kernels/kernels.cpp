@@ -1,15 +1,16 @@
-// Kernels for the CPU: linear layers whose weights have 4 or 8 bits, and a whole decoder of them over a paged cache.
+// Kernels for the CPU: linear layers whose weights have 4, 8, 16 or 32 bits, and a whole decoder of them over a paged cache.
 //
 // Built on first use (build.py) and called through a C interface (native.py), without torch's headers. Every result is
 // computed by one thread in an order that depends neither on the number of threads nor on the other rows of a call: a row has
 // the same bits alone, in any batch, and however its sequence was cut into steps. Sums are float32, each multiplication and
 // addition is written as one `fma`, and the compiler may contract nothing by itself.
 //
-// Packed weights: outputs in tiles of 16, inputs in groups of 32. A group of 4 bits is four times 16 words of 32 bits, a word
+// Plain weights are rows of float32 or bfloat16, an output's inputs one after the other. Packed weights: outputs in tiles of 16, inputs in groups of 32. A group of 4 bits is four times 16 words of 32 bits, a word
 // an output's 8 levels of 8 inputs, followed by the tile's 16 scales and 16 zeros in bfloat16: 320 bytes. A group of 8 bits is
 // eight times 16 words of 4 levels: 512 bytes; its scales stand apart. weight = (level - 8) * scale + zero, or level * scale.
 //
-// Where the processor multiplies pairs of bfloat16 (`PAIRS`), the inputs of layers of 4 bits are rounded to it; levels are exact.
+// Where the processor multiplies pairs of bfloat16 (`PAIRS`), the inputs of layers of 4 and 16 bits are rounded to it; levels
+// are exact.
 
 #include <algorithm>
 #include <cmath>
@@ -69,6 +70,19 @@ inline Vec widen(const bfloat16* p) {
     __m512i w = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(w, 16))};
 }
+constexpr int DOT_ROWS = 6, DOT_STEP = 16;  // of plain weights
+struct Dot { __m512 v; };
+inline Dot dot_zero() { return {_mm512_setzero_ps()}; }
+inline Dot dot_load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline Dot dot_load(const bfloat16* p) { return {widen(p).v}; }
+inline Dot fma(Dot a, Dot b, Dot c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline __m256 fold(Dot a) {
+    return _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+}
+inline void sums_of_four(const Dot* a, float* out) {
+    __m256 t = _mm256_hadd_ps(_mm256_hadd_ps(fold(a[0]), fold(a[1])), _mm256_hadd_ps(fold(a[2]), fold(a[3])));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1)));
+}
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int ROWS = 6, QUERIES = 6, CHAINS = 2;
 struct Vec { __m256 a, b; };
@@ -111,6 +125,16 @@ inline __m256 widen8(const bfloat16* p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
 }
 inline Vec widen(const bfloat16* p) { return {widen8(p), widen8(p + 8)}; }
+constexpr int DOT_ROWS = 3, DOT_STEP = 8;
+struct Dot { __m256 v; };
+inline Dot dot_zero() { return {_mm256_setzero_ps()}; }
+inline Dot dot_load(const float* p) { return {_mm256_loadu_ps(p)}; }
+inline Dot dot_load(const bfloat16* p) { return {widen8(p)}; }
+inline Dot fma(Dot a, Dot b, Dot c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+inline void sums_of_four(const Dot* a, float* out) {
+    __m256 t = _mm256_hadd_ps(_mm256_hadd_ps(a[0].v, a[1].v), _mm256_hadd_ps(a[2].v, a[3].v));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1)));
+}
 #else
 constexpr int ROWS = 4, QUERIES = 4, CHAINS = 1;
 struct Vec { float v[LANES]; };
@@ -147,6 +171,17 @@ inline Vec widen(const bfloat16* p) {
         std::memcpy(&out, &bits, 4);
         return out;
     });
+}
+constexpr int DOT_ROWS = 1, DOT_STEP = LANES;
+using Dot = Vec;
+inline Dot dot_zero() { return all(0); }
+inline Dot dot_load(const float* p) { return load(p); }
+inline Dot dot_load(const bfloat16* p) { return widen(p); }
+inline void sums_of_four(const Dot* a, float* out) {
+    for (int i = 0; i < 4; i++) {
+        out[i] = 0;
+        for (float x : a[i].v) out[i] += x;
+    }
 }
 #endif
 
@@ -196,7 +231,7 @@ struct Linear {
     const uint8_t* weights;
     const float* scales;  // of 8 bits, [tiles * 16]
     const float* bias;    // [tiles * 16], or null
-    int64_t bits, groups, tiles;
+    int64_t bits, groups, tiles, outputs;
 };
 
 // rows [rows, stride] of float32, groups * 32 of each are read; of layers of 4 bits their sums by group, and with PAIRS their
@@ -307,9 +342,56 @@ template <int R, int T> inline void multiply8(const Linear& l, int64_t tile, con
     }
 }
 
+// Plain weights W: four outputs of R rows, each a product of two rows
+template <int R, class W> inline void dots(const W* const* w, int64_t inputs, const Inputs& in, int64_t row, float (*out)[LANES]) {
+    Dot total[R][4];
+    for (int r = 0; r < R; r++)
+        for (int o = 0; o < 4; o++) total[r][o] = dot_zero();
+#if PAIRS && defined(__AVX512BF16__)
+    if constexpr (sizeof(W) == 2) {
+        for (int64_t k = 0; k < inputs; k += 32) {
+            __m512i x[R];
+            for (int r = 0; r < R; r++) x[r] = _mm512_loadu_si512(in.pairs + (row + r) * in.stride + k);
+            for (int o = 0; o < 4; o++) {
+                const __m512i weight = _mm512_loadu_si512(w[o] + k);
+                for (int r = 0; r < R; r++) total[r][o] = {_mm512_dpbf16_ps(total[r][o].v, (__m512bh)weight, (__m512bh)x[r])};
+            }
+        }
+    } else
+#endif
+        for (int64_t k = 0; k < inputs; k += DOT_STEP) {
+            Dot x[R];
+            for (int r = 0; r < R; r++) {
+                const int64_t at = (row + r) * in.stride + k;
+                x[r] = PAIRS && sizeof(W) == 2 ? dot_load(in.pairs + at) : dot_load(in.values + at);
+            }
+            for (int o = 0; o < 4; o++) {
+                const Dot weight = dot_load(w[o] + k);
+                for (int r = 0; r < R; r++) total[r][o] = fma(x[r], weight, total[r][o]);
+            }
+        }
+    for (int r = 0; r < R; r++) sums_of_four(total[r], out[r]);
+}
+
+template <int R, class W> inline void multiply_plain(const Linear& l, int64_t tile, const Inputs& in, int64_t row, Vec (&out)[1][R]) {
+    const W* weights = reinterpret_cast<const W*>(l.weights);
+    const int64_t inputs = l.groups * GROUP;
+    float made[R][LANES];
+    for (int o = 0; o < LANES; o += 4) {
+        const W* rows[4];
+        for (int i = 0; i < 4; i++) rows[i] = weights + std::min(tile * LANES + o + i, l.outputs - 1) * inputs;
+        dots<R>(rows, inputs, in, row, reinterpret_cast<float(*)[LANES]>(made[0] + o));
+    }
+    for (int r = 0; r < R; r++) out[0][r] = load(made[r]);
+}
+
 template <int R, int T> inline void multiply(const Linear& l, int64_t tile, const Inputs& in, int64_t row, Vec (&out)[T][R]) {
     if (l.bits == 4) multiply4<R, T>(l, tile, in, row, out);
-    else multiply8<R, T>(l, tile, in, row, out);
+    else if (l.bits == 8) multiply8<R, T>(l, tile, in, row, out);
+    else if constexpr (T == 1 && R <= DOT_ROWS) {
+        if (l.bits == 16) multiply_plain<R, bfloat16>(l, tile, in, row, out);
+        else multiply_plain<R, float>(l, tile, in, row, out);
+    }
     if (l.bias)
         for (int t = 0; t < T; t++)
             for (int r = 0; r < R; r++) out[t][r] = out[t][r] + load(l.bias + (tile + t) * LANES);
@@ -351,6 +433,13 @@ void linear(const Linear& l, int64_t first, int64_t last, const Inputs& in, int6
     const int64_t step = rows <= ROWS ? std::max<int64_t>(1, last - first) : 1;
     for (int64_t tile = first; tile < last; tile += step) {
         int64_t row = 0, end = tile + step;
+        if (l.bits >= 16) {
+            for (; row + DOT_ROWS <= rows; row += DOT_ROWS) block<DOT_ROWS, 1>(l, tile, end, in, row, to);
+            if constexpr (DOT_ROWS > 3)
+                for (; row + 3 <= rows; row += 3) block<3, 1>(l, tile, end, in, row, to);
+            for (; row < rows; row++) block<1, 1>(l, tile, end, in, row, to);
+            continue;
+        }
         for (; row + ROWS <= rows; row += ROWS) block<ROWS, 1>(l, tile, end, in, row, to);
         if constexpr (ROWS > 8)
             for (; row + 8 <= rows; row += 8) block<8, 1>(l, tile, end, in, row, to);
@@ -376,7 +465,7 @@ void linear_share(const Linear& l, const Inputs& in, int64_t rows, const Output&
 
 struct Layer {
     const float *attention_norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
-    Linear qkv, o, gate_up, down;
+    Linear q, k, v, o, gate, up, down;
     void* cache;     // [blocks, 2 * kv_heads, block_size * width]: keys [width, block_size], values [block_size, width]
     int64_t window;  // 0: everything before
 };
@@ -525,7 +614,9 @@ template <class T> void run(const Decoder& m, const Step& s) {
                 prepare(in, r, groups(m.hidden));
             }
 #pragma omp barrier
-            linear_share(l.qkv, in, s.rows, {made.data(), qkv_stride, Output::STORE});
+            linear_share(l.q, in, s.rows, {made.data(), qkv_stride, Output::STORE});
+            linear_share(l.k, in, s.rows, {made.data() + mixed, qkv_stride, Output::STORE});
+            linear_share(l.v, in, s.rows, {made.data() + mixed + m.kv_heads * m.width, qkv_stride, Output::STORE});
 #pragma omp barrier
 #pragma omp for schedule(static)
             for (int64_t u = 0; u < s.rows * (m.heads + 2 * m.kv_heads); u++) {
@@ -572,10 +663,8 @@ template <class T> void run(const Decoder& m, const Step& s) {
                 prepare(in, r, groups(m.hidden));
             }
 #pragma omp barrier
-            const int64_t half = m.inner / LANES;  // the gate's tiles; those of `up` follow
-            const Share tiles = share(half);
-            linear(l.gate_up, tiles.first, tiles.last, in, s.rows, {inside.values, stride, Output::STORE});
-            linear(l.gate_up, half + tiles.first, half + tiles.last, in, s.rows, {inside.values - m.inner, stride, Output::GATE});
+            linear_share(l.gate, in, s.rows, {inside.values, stride, Output::STORE});
+            linear_share(l.up, in, s.rows, {inside.values, stride, Output::GATE});  // of the tiles that this thread stored
 #pragma omp barrier
             for (int64_t r = rows.first; r < rows.last; r++) prepare(inside, r, groups(m.inner));
 #pragma omp barrier
@@ -607,7 +696,7 @@ void pellucid_linear(const Linear* l, float* values, int64_t rows, float* out, i
 #pragma omp parallel num_threads(int(threads))
     {
         const Share mine = share(rows);
-        if (l->bits == 4)
+        if (l->bits != 8)
             for (int64_t r = mine.first; r < mine.last; r++) prepare(in, r, l->groups);
 #pragma omp barrier
         linear_share(*l, in, rows, {out, l->tiles * LANES, Output::STORE});

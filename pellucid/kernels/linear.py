@@ -1,4 +1,4 @@
-"""Linear layers of 4 and 8 bits as the kernels read them.
+"""Linear layers as the kernels read them: packed to 4 and 8 bits, or plain.
 
 Shapes: O outputs, I inputs, G groups of `GROUP` inputs, T tiles of `LANES` outputs. Sizes that do not fit are padded: outputs
 with weights of zero, inputs by zeros that come in.
@@ -29,6 +29,7 @@ class LinearStruct(ctypes.Structure):
         ("bits", ctypes.c_int64),
         ("groups", ctypes.c_int64),
         ("tiles", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
     )
 
 
@@ -53,13 +54,22 @@ class KernelWeights:
         """Of weights and scales."""
         return self.packed.nbytes + self.scales.nbytes
 
-    def struct(self, bias: Tensor | None = None) -> LinearStruct:
-        """For the kernels; ``bias`` is float32 ``[16 T]``. Whoever holds it must hold the tensors."""
-        tiles, groups, _ = self.packed.shape
-        scales = self.scales.data_ptr() if len(self.scales) else None
+    def struct(self, bias: Tensor | None = None, *, start: int = 0, outputs: int | None = None) -> LinearStruct:
+        """For the kernels. Whoever holds it must hold the tensors.
+
+        Args:
+            bias: float32 ``[16 T]``.
+            start, outputs: only these outputs, multiples of `LANES`.
+        """
+        tiles, groups, size = self.packed.shape
+        if outputs is not None:
+            tiles = outputs // LANES
         return LinearStruct(
-            self.packed.data_ptr(), scales, None if bias is None else bias.data_ptr(), self.bits, groups, tiles
-        )
+            self.packed.data_ptr() + start // LANES * groups * size,
+            self.scales.data_ptr() + 4 * start if len(self.scales) else None,
+            None if bias is None else bias.data_ptr() + 4 * start,
+            self.bits, groups, tiles, self.outputs if outputs is None else outputs,
+        )  # fmt: skip
 
     def multiply(self, x: Tensor) -> Tensor:
         """``[N, I]`` -> ``[N, O]`` float32. Each row has the bits that it has alone."""
@@ -107,8 +117,17 @@ def unpacked(weights: KernelWeights) -> Tensor:
     return whole[: weights.outputs, : weights.inputs]
 
 
+def plain_struct(weight: Tensor, bias: Tensor | None = None) -> LinearStruct:
+    """For the kernels: float32 or bfloat16 rows ``[O, I]`` as they stand, I a multiple of `GROUP`; ``bias`` float32 ``[16 T]``."""
+    outputs, inputs = weight.shape
+    assert weight.is_contiguous() and inputs % GROUP == 0 and weight.dtype in (torch.float32, torch.bfloat16)
+    tiles = -(-outputs // LANES)
+    at = None if bias is None else bias.data_ptr()
+    return LinearStruct(weight.data_ptr(), None, at, 8 * weight.itemsize, inputs // GROUP, tiles, outputs)
+
+
 def rounds_inputs() -> bool:
-    """Whether layers of 4 bits round what comes in to bfloat16: where the processor multiplies that."""
+    """Whether layers of 4 and 16 bits round what comes in to bfloat16: where the processor multiplies that."""
     return bool(library().pellucid_pairs())
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from pellucid import kernels
 from pellucid.kernels import build
-from pellucid.kernels.linear import GROUP, rounds_inputs
+from pellucid.kernels.linear import GROUP, plain_struct, rounds_inputs
 from pellucid.model.quantize import to_int4, to_int8
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
@@ -107,3 +107,22 @@ def test_a_row_of_nan_stays_alone(variant, bits):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_no_rows(bits):
     assert packed(bits, 33, 47).multiply(torch.empty(0, 47)).shape == (0, 33)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_of_plain_weights(variant, dtype, rows):
+    weight, bias, x = drawn(37, 160).to(dtype), drawn(48, seed=2), drawn(rows, 160, seed=1)
+    taken = x.bfloat16() if dtype == torch.bfloat16 and variant else x
+    exact = F.linear(taken.double(), weight.double(), bias[:37].double())
+
+    def product(part):
+        part, out, layer = part.clone(), torch.empty(len(part), 48), plain_struct(weight, bias)
+        kernels.linear.library().pellucid_linear(
+            ctypes.addressof(layer), part.data_ptr(), len(part), out.data_ptr(), 2
+        )
+        return out[:, :37]
+
+    out = product(x)
+    assert ((out - exact).abs() <= 1e-6 * F.linear(taken.double().abs(), weight.double().abs()) + 1e-5).all()
+    assert torch.equal(torch.cat([product(part) for part in x.split(2)]), out)
