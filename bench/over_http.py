@@ -125,7 +125,7 @@ def measure(args: argparse.Namespace, folder: Path, beside: list[ServingRacer]) 
     from pellucid.inference import Engine
 
     loaded = load_model(folder, weights=args.weights)
-    pack_bfloat16(loaded.model)  # as the server does
+    pack_bfloat16(loaded.model, fast=False)  # as the server does
     engine = Engine(loaded.model)
     requests = Requests(args.prompt, loaded.config.vocab_size)
     flags = ("--weights", args.weights) if args.weights else ()

@@ -166,7 +166,7 @@ def pellucid(*words: str) -> str:
 def ours(weights: str | None, variant: str, model: str = "smollm", **options: Any) -> Entry:
     """Our engine; ``weights`` None is bfloat16, packed as the commands do."""
     engine = {"kv_gb": 1.0, **VARIANTS[variant], **options}
-    spec = {"kind": "pellucid", "model": model, "dtype": "bfloat16", "weights": weights or "bf16", "engine": engine}
+    spec = {"kind": "pellucid", "model": model, "dtype": "bfloat16", "weights": weights, "engine": engine}
     return Entry(f"{weights or 'bf16'} {variant}", spec)
 
 

@@ -14,19 +14,25 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, record_function
 
 import pellucid.inference.engine as engine_module
+import pellucid.inference.fused as fused_module
 from pellucid.checkpoint.model_folder import load_model
+from pellucid.cli.sampling import pack_bfloat16
 from pellucid.evaluate.roofline import DecodeSteps, read_bandwidth, roofline
 from pellucid.evaluate.serving import drive
 from pellucid.evaluate.workload import Workload
 from pellucid.inference import Engine
+from pellucid.kernels import build
 from pellucid.model import Transformer
 
 PROMPT, NEW = 200, 64
 STEPS = 24
 """Under the profiler."""
 SAMPLING = "pellucid: sampling"
+FUSED = "pellucid: one kernel"
+"""A forward that no operator of torch takes part in."""
 REST = "norms, rotary, elementwise"
 GROUPS = {
+    FUSED.removeprefix("pellucid: "): (FUSED,),
     "attention": ("scaled_dot_product", "softmax", "flash", "bmm"),
     "linears": ("mm", "linear", "addmm", "matmul", "int4pack", "int8pack", "gemm", "mkldnn"),
     "compiled code": ("compiled", "inductor", "cpp_fused"),
@@ -44,9 +50,10 @@ def profile(folder: Path, variants: Mapping[str, Mapping[str, Any]], threads: in
     print(f"\n## a decode step after prompts of {PROMPT} tokens, ms\n\nmemory gives {told} threads\n")
     print(f"| | sequences | wall | wall, profiled | {' | '.join(names)} | operators | of the roofline |")
     print("|---" * (len(names) + 6) + "|")
-    for weights in ("bf16", "int4"):
-        model = load_model(folder, device="cpu", dtype="bfloat16", weights=weights).model
+    for weights in (None, "int4"):
         for variant, options in variants.items():
+            model = load_model(folder, device="cpu", dtype="bfloat16", weights=weights).model
+            pack_bfloat16(model, fast=not options["exact"])  # as the commands do
             for sequences in (1, 8):
                 engine = Engine(model, kv_gb=0.5, token_budget=4096, **options)
                 decode = measure(engine, sequences)
@@ -54,7 +61,7 @@ def profile(folder: Path, variants: Mapping[str, Mapping[str, Any]], threads: in
                 assert bound is not None
                 wall, spent, operators = profiled(model, engine, sequences)
                 spent["Python and dispatch"] = wall - sum(spent.values())
-                cells = [f"{weights} {variant}", str(sequences), f"{1e3 * decode.seconds / decode.steps:.2f}"]
+                cells = [f"{weights or 'bf16'} {variant}", str(sequences), f"{1e3 * decode.seconds / decode.steps:.2f}"]
                 cells += [f"{1e3 * wall:.2f}", *(f"{1e3 * spent.get(name, 0.0):.2f}" for name in names)]
                 print(f"| {' | '.join([*cells, f'{operators:,}', f'{bound.share:.0%}'])} |", flush=True)
 
@@ -85,7 +92,15 @@ def profiled(model: Transformer, engine: Engine, sequences: int) -> tuple[float,
         with record_function(SAMPLING):
             return real(*args, **options)
 
+    library = build.library() if build.available() else None
+
+    class Marked:
+        def pellucid_decode(self, *args: Any) -> None:
+            with record_function(FUSED):
+                library.pellucid_decode(*args)
+
     engine_module.sample = marked  # type: ignore[assignment]
+    fused_module.library = Marked  # type: ignore[assignment]
     try:
         with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as found:
             began = time.perf_counter()
@@ -93,7 +108,7 @@ def profiled(model: Transformer, engine: Engine, sequences: int) -> tuple[float,
                 engine.step()
             wall = (time.perf_counter() - began) / STEPS
     finally:
-        engine_module.sample = real
+        engine_module.sample, fused_module.library = real, build.library  # type: ignore[attr-defined]
     while engine.has_work:
         engine.step()
     engine.pool.forget()

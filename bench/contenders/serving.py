@@ -36,12 +36,14 @@ class Pellucid:
 
     def __init__(self, spec: dict[str, Any]) -> None:
         from pellucid.checkpoint.model_folder import load_model
+        from pellucid.cli.sampling import pack_bfloat16
         from pellucid.inference import Engine
 
         self.baseline = peak_bytes()  # all that Python and torch take
         torch.set_num_threads(spec["threads"])
         self.kv_gb = spec["engine"]["kv_gb"]
         self.model = load_model(spec["model"], device="cpu", dtype=spec["dtype"], weights=spec["weights"]).model
+        pack_bfloat16(self.model, fast=not spec["engine"]["exact"])  # as the commands do
         self.engine = Engine(self.model, **spec["engine"])
 
     def decode(self, prompts: Prompts, new: int) -> Answer:

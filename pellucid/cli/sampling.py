@@ -100,16 +100,22 @@ def load_with_tokenizer(args: argparse.Namespace, *, needed_for: str) -> tuple["
     return loaded, loaded.tokenizer
 
 
-def pack_bfloat16(model: "Transformer") -> None:
-    """For multiplying only, where its weights are bfloat16 on a processor that has it; changes speed, never a result."""
+def pack_bfloat16(model: "Transformer", *, fast: bool, page_size: int = 64) -> None:
+    """For multiplying only, where its weights are bfloat16 on a processor that has it; changes speed, never a result.
+
+    With ``fast`` a model stays as it is where a kernel runs its whole forward.
+    """
     import torch
 
+    from pellucid.inference.fused import can_be_fused
     from pellucid.model.lora import lora_of
     from pellucid.model.quantize import has_bfloat16, is_quantized, quantize_
 
     weight = model.model.embed_tokens.weight
     fits = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and has_bfloat16()
-    if fits and not is_quantized(model) and lora_of(model) is None:
+    if not fits or is_quantized(model) or lora_of(model) is not None:
+        return
+    if not (fast and can_be_fused(model, weight.dtype, page_size, exact=False)):
         quantize_(model, "bf16")
 
 
@@ -119,7 +125,7 @@ def load(args: argparse.Namespace) -> "Loaded":
     from pellucid.text import check_tokenizer
 
     loaded = load_model(args.model, device=args.device, dtype=args.dtype, weights=args.weights)
-    pack_bfloat16(loaded.model)
+    pack_bfloat16(loaded.model, fast=getattr(args, "fast", False))
     if loaded.tokenizer is not None:
         check_tokenizer(loaded.tokenizer, loaded.config)
     return loaded

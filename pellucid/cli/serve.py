@@ -216,7 +216,7 @@ def make_model(name: str, loaded: "Loaded", config: "ServeConfig") -> "Model":
     from pellucid.server.admission import Served
     from pellucid.server.serving import Model
 
-    pack_bfloat16(loaded.model)
+    pack_bfloat16(loaded.model, fast=config.fast, page_size=config.page_size)
     engine = Engine(
         loaded.model, kv_gb=config.kv_gb, page_size=config.page_size, max_running=config.max_running,
         exact=not config.fast, token_budget=config.token_budget, prefix_cache=config.prefix_cache,

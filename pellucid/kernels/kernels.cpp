@@ -199,18 +199,39 @@ inline bfloat16 narrow_one(float x) {  // to nearest, ties to even
     return bfloat16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-inline float sum(Vec a) {
-    float v[LANES];
-    store(v, a);
-    for (int step = 8; step; step /= 2)
-        for (int i = 0; i < step; i++) v[i] += v[i + step];
-    return v[0];
+#if defined(__AVX2__) && defined(__FMA__)
+inline float sum(__m256 x) {
+    __m128 v = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+    return _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)));
 }
+#endif
+#if defined(__AVX512F__)
+inline float sum(Vec a) { return sum(fold({a.v})); }
+#elif defined(__AVX2__) && defined(__FMA__)
+inline float sum(Vec x) { return sum(_mm256_add_ps(x.a, x.b)); }
+#else
+inline float sum(Vec a) {
+    for (int step = 8; step; step /= 2)
+        for (int i = 0; i < step; i++) a.v[i] += a.v[i + step];
+    return a.v[0];
+}
+#endif
 
 inline float maximum(Vec a) {
     float v[LANES];
     store(v, a);
     return *std::max_element(v, v + LANES);
+}
+
+inline void narrow(bfloat16* to, Vec a) {
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(a.v));
+#else
+    float v[LANES];
+    store(v, a);
+    for (int i = 0; i < LANES; i++) to[i] = narrow_one(v[i]);
+#endif
 }
 
 // e^x, to about 1e-7; 0 below -87
@@ -234,8 +255,8 @@ struct Linear {
     int64_t bits, groups, tiles, outputs;
 };
 
-// rows [rows, stride] of float32, groups * 32 of each are read; of layers of 4 bits their sums by group, and with PAIRS their
-// roundings
+// rows [rows, stride] of float32, groups * 32 of each are read; with PAIRS their roundings, of layers of 4 and 16 bits; of
+// layers of 4 bits their sums by group, or null
 struct Inputs {
     float* values;
     bfloat16* pairs;
@@ -245,15 +266,14 @@ struct Inputs {
 
 inline void prepare(const Inputs& in, int64_t row, int64_t groups) {
     const float* x = in.values + row * in.stride;
-    float* sums = in.sums + row * (in.stride / GROUP);
     for (int64_t g = 0; g < groups; g++, x += GROUP) {
+        Vec a = load(x), b = load(x + LANES);
 #if PAIRS
         bfloat16* to = in.pairs + row * in.stride + g * GROUP;
-        for (int i = 0; i < GROUP; i++) to[i] = narrow_one(x[i]);
-        sums[g] = sum(widen(to) + widen(to + LANES));
-#else
-        sums[g] = sum(load(x) + load(x + LANES));
+        narrow(to, a), narrow(to + LANES, b);
+        a = widen(to), b = widen(to + LANES);
 #endif
+        if (in.sums) in.sums[row * (in.stride / GROUP) + g] = sum(a + b);
     }
 }
 
@@ -590,9 +610,13 @@ template <class T> void run(const Decoder& m, const Step& s) {
         else runs.push_back({r, 1});
     }
     std::vector<float> x(s.rows * m.hidden), made(s.rows * qkv_stride), first(s.rows * stride), second(s.rows * stride);
-    std::vector<float> sums(s.rows * stride / GROUP), room(s.threads * QUERIES * keys);
+    bool summed = m.head.bits == 4;
+    for (int64_t n = 0; n < m.layers; n++)
+        for (const Linear* l = &m.layer[n].q; l <= &m.layer[n].down; l++) summed |= l->bits == 4;
+    std::vector<float> sums(summed ? s.rows * stride / GROUP : 0), room(s.threads * QUERIES * keys);
     std::vector<bfloat16> pairs(PAIRS ? s.rows * stride : 0);
-    const Inputs in{first.data(), pairs.data(), sums.data(), stride}, inside{second.data(), pairs.data(), sums.data(), stride};
+    float* const of_groups = summed ? sums.data() : nullptr;
+    const Inputs in{first.data(), pairs.data(), of_groups, stride}, inside{second.data(), pairs.data(), of_groups, stride};
     const auto groups = [](int64_t inputs) { return (inputs + GROUP - 1) / GROUP; };
 
 #pragma omp parallel num_threads(int(s.threads))

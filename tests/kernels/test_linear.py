@@ -118,9 +118,7 @@ def test_a_product_of_plain_weights(variant, dtype, rows):
 
     def product(part):
         part, out, layer = part.clone(), torch.empty(len(part), 48), plain_struct(weight, bias)
-        kernels.linear.library().pellucid_linear(
-            ctypes.addressof(layer), part.data_ptr(), len(part), out.data_ptr(), 2
-        )
+        kernels.linear.library().pellucid_linear(ctypes.addressof(layer), part.data_ptr(), len(part), out.data_ptr(), 2)
         return out[:, :37]
 
     out = product(x)
