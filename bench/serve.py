@@ -1,6 +1,7 @@
 """How fast does the engine answer, beside transformers and llama.cpp, and where does the time go?
 
-    python bench/serve.py [--rounds 7] [--threads 2] [--only ROW ...] [--llama FOLDER] [--folder FOLDER] [--profile]
+    python bench/serve.py [--rounds 7] [--threads 2] [--only ROW ...] [--contenders NAME ...] [--llama FOLDER] [--folder FOLDER]
+                          [--profile]
 
 decode-1, decode-8    tokens a second of 1 and of 8 sequences after their first tokens: prompts of 200 tokens, 64 new ones
 prefill-240, -512     prompt tokens a second of one prompt
@@ -208,7 +209,7 @@ def mixed_job(new: int) -> Callable[[random.Random], Job]:
 
     def job(draw: random.Random) -> Job:
         made = [draw.choices(range(VOCABULARY), k=draw.randint(16, 256)) for _ in range(16)]
-        return {"do": "serve", "prompts": made, "new": [draw.randint(new // 8, new // 2) for _ in made], "together": 16}
+        return {"do": "serve", "prompts": made, "new": [draw.randint(new // 4, new) for _ in made], "together": 16}
 
     return job
 
@@ -307,7 +308,8 @@ def start(entries: tuple[Entry, ...], models: Models, threads: int) -> list[Serv
 
 def race(name: str, row: Row, models: Models, options: argparse.Namespace) -> list[ServingRacer]:
     """All rounds of one row; the contenders, stopped, with what they answered."""
-    racers = start(row.entries, models, options.threads)
+    chosen = tuple(options.contenders or [""])
+    racers = start(tuple(e for e in row.entries if e.name.startswith(chosen)), models, options.threads)
     try:
         for racer in racers:
             job = row.job(random.Random("warm-up"))
@@ -361,6 +363,7 @@ def spread(values: list[float], digits: int) -> str:
 def show_memory(models: Models, options: argparse.Namespace) -> None:
     """A process serves more than its pages hold; how much it grew over its imports."""
     entries = tuple(ours(weights, variant, kv_gb=0.2) for weights in (None, "int4") for variant in VARIANTS)
+    entries = tuple(e for e in entries if e.name.startswith(tuple(options.contenders or [""])))
     print(f"\n## memory: 64 requests of 200 + {options.new} tokens, 16 at a time, page budget 0.2 GB\n")
     print("| | grew, MiB | weights, MiB | pages, MiB | grew / (weights + pages) |\n|---|---|---|---|---|")
     for entry in entries:  # one after the other
@@ -444,6 +447,10 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", nargs="+", default=[], metavar="ROW", choices=[*rows(64), *OTHERS])
+    parser.add_argument(
+        "--contenders", nargs="+", metavar="NAME",
+        help="only those whose names begin so, such as int4 and llama.cpp where bfloat16 is emulated",
+    )  # fmt: skip
     parser.add_argument("--llama", metavar="FOLDER", help="where llama-cpp-python is installed")
     parser.add_argument("--folder", type=Path, help="where the models are kept (default: a temporary one)")
     parser.add_argument("--profile", action="store_true", help="where the time of a decode step goes")
