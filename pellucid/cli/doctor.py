@@ -134,7 +134,7 @@ def tools() -> dict[str, Finding]:
         ),
         "kernels": Finding(
             kernels.available(),
-            "" if kernels.available() else f"--weights int8 and int4 are slower: {kernels.missing()}",
+            "" if kernels.available() else f"--weights int8, int4 and --fast are slower: {kernels.missing()}",
         ),
         "allocator_installed": Finding(
             str(library) if library else None,

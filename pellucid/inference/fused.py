@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pellucid import kernels
 from pellucid.inference.paged import PagedCache, Span
-from pellucid.kernels.build import library
+from pellucid.kernels.build import check, library
 from pellucid.kernels.linear import GROUP, LANES, LinearStruct, plain_struct
 from pellucid.model import Transformer
 from pellucid.model.attention import Attention
@@ -73,6 +73,7 @@ def can_be_fused(model: Transformer, cache_dtype: torch.dtype, block_size: int, 
     kinds = {_is_packed(linear) for linear in _linears(model)}
     return (
         embedding.device.type == "cpu"
+        and embedding.is_contiguous()
         and {embedding.dtype, cache_dtype} <= {torch.float32, torch.bfloat16}
         and block_size % LANES == config.head_dim % LANES == 0
         and not any(width % GROUP for width in widths)
@@ -108,7 +109,7 @@ def _is_packed(linear: nn.Module | Tensor | None) -> bool | None:
 
 
 class FusedDecoder:
-    """A forward on a cache, with the model's weights as they are when it is made.
+    """A forward on a cache. Make another one after the model's weights have changed, in place or otherwise: some are copies.
 
     Args:
         model, cache: for which `can_be_fused` holds.
@@ -191,12 +192,13 @@ class FusedDecoder:
         for span in spans:
             starts += [len(tables)] * span.count
             tables += span.blocks
-        at = [torch.tensor(x, dtype=torch.int64) for x in (starts, tables, chosen)]
-        hidden = torch.empty(count, self.model.config.hidden_size)
-        logits = torch.empty(len(chosen), self._decoder.head.tiles * LANES)
+        assert len(chosen) <= count
+        at = [torch.tensor(x, dtype=torch.int64, device="cpu") for x in (starts, tables, chosen)]
+        hidden = cos.new_empty(count, self.model.config.hidden_size)
+        logits = cos.new_empty(len(chosen), self._decoder.head.tiles * LANES)
         step = _Step(
             count, len(chosen), max(span.start + span.count for span in spans), torch.get_num_threads(),
             *(x.data_ptr() for x in (tokens, positions, cos, sin, *at, hidden, logits)),
         )  # fmt: skip
-        library().pellucid_decode(ctypes.addressof(self._decoder), ctypes.addressof(step))
+        check(library().pellucid_decode(ctypes.addressof(self._decoder), ctypes.addressof(step)))
         return hidden, logits[:, : self.vocabulary]

@@ -72,7 +72,7 @@ class ModelRunner:
         self.forward_hidden: Callable[..., Tensor] = model.forward_hidden
 
     def batch(self, chunks: SequenceOf[Chunk]) -> ScheduledBatch:
-        """Pack chunks; with ``exact`` there are at least `least_rows` rows, the last of them padding."""
+        """Pack chunks; with ``exact`` there are at least `min_rows` rows, the last of them padding."""
         tokens: list[int] = []
         positions: list[int] = []
         admitted: list[int] = []

@@ -26,7 +26,7 @@ SWITCH = "PELLUCID_KERNELS"
 """Environment variable; "off": do without."""
 LIMIT_S = 300.0
 """For compiling; it takes 4 to 15 seconds."""
-RUNTIMES = ("libgomp", "libiomp5", "libomp")
+RUNTIMES = r"(?:libgomp|libiomp5|libomp)[.-]"
 
 
 class _Unavailable(Exception):
@@ -53,49 +53,98 @@ def library() -> ctypes.CDLL:
 @functools.cache
 def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
     try:
-        found = ctypes.CDLL(str(_built()))
+        path = _built()
+        try:
+            found = load(path)
+        except OSError:  # damaged
+            path.unlink(missing_ok=True)
+            found = load(_built())
+        from pellucid.kernels.linear import disagreement  # which itself calls what this loads
+
+        if (wrong := disagreement(found)) is not None:
+            raise _Unavailable(f"{path} computes wrongly here: {wrong}; please report it")
     except (_Unavailable, OSError) as error:
-        logger.info("kernels of our own are not used: %s", error)
+        if _is_switched_off():
+            logger.info("kernels of our own are not used: %s", error)
+        else:
+            logger.warning("kernels of our own are not used, and computing with packed weights takes longer: %s", error)
         return None, str(error)
-    found.pellucid_linear.restype = found.pellucid_decode.restype = None
+    return found, None
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """A compiled library, its functions declared."""
+    found = ctypes.CDLL(str(path))
     found.pellucid_linear.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
     found.pellucid_decode.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     found.pellucid_pairs.restype = ctypes.c_int64
-    return found, None
+    return found
+
+
+def check(status: int) -> None:
+    """`MemoryError` where a function of the library found none."""
+    if status:
+        raise MemoryError("a kernel found no memory for its activations; run fewer tokens a step")
+
+
+def _is_switched_off() -> bool:
+    return os.environ.get(SWITCH, "").lower() in ("off", "0", "no", "false")
 
 
 def _built() -> Path:
     """The library's file, compiled if it was not there."""
-    if os.environ.get(SWITCH, "").lower() in ("off", "0", "no", "false"):
+    if _is_switched_off():
         raise _Unavailable(f"{SWITCH} is {os.environ[SWITCH]}")
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    try:
+        compiler = shlex.split(os.environ.get("CXX") or "c++")
+    except ValueError as error:
+        raise _Unavailable(f"CXX is {os.environ['CXX']!r}: {error}") from error
     if shutil.which(compiler[0]) is None:
         raise _Unavailable(f"there is no C++ compiler {compiler[0]!r}; install g++, or name one in CXX")
     runtime = _openmp_runtime()
     version = _run([*compiler, "--version"])
     named = [SOURCE.read_text(encoding="utf-8"), *compiler, *FLAGS, version, str(runtime), _processor()]
     key = hashlib.sha256("\0".join(named).encode()).hexdigest()[:32]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pellucid" / "kernels"
-    path = folder / f"{key}.so"
+    path = _folder() / f"{key}.so"
     if path.exists():
         return path
-    logger.info("compiling kernels for this processor, once, into %s", path)
+    logger.warning("compiling kernels for this processor, once, some ten seconds, into %s", path)
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        with tempfile.TemporaryDirectory() as scratch:
             object_, made = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
             _run([*compiler, *FLAGS, "-c", str(SOURCE), "-o", str(object_)])
             # without -fopenmp, which would name the compiler's own runtime
             _run([*compiler, "-shared", str(object_), str(runtime), "-o", str(made)])
-            os.replace(made, path)  # whole or not at all, whoever compiles beside us
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                file.write(made.read_bytes())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(file.name, path)  # whole or not at all, whoever compiles beside us
     except OSError as error:
-        raise _Unavailable(f"{folder} cannot be written: {error}; set XDG_CACHE_HOME") from error
+        raise _Unavailable(f"{path.parent} cannot be written: {error}; set XDG_CACHE_HOME") from error
     return path
+
+
+def _folder() -> Path:
+    """Where libraries are kept, made if it is not there: ours alone, since what lies there is run."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pellucid" / "kernels"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = folder.stat()
+    except (OSError, RuntimeError) as error:  # there may be no home
+        raise _Unavailable(f"the folder for kernels cannot be made: {error}; set XDG_CACHE_HOME") from error
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise _Unavailable(
+            f"{folder} is another's, or others may write there; set XDG_CACHE_HOME to a folder of your own"
+        )
+    return folder
 
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=LIMIT_S, stdin=subprocess.DEVNULL
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _Unavailable(f"{shlex.join(command)}: {error}") from error
     if done.returncode:
@@ -104,16 +153,17 @@ def _run(command: list[str]) -> str:
 
 
 def _openmp_runtime() -> Path:
-    """The one that torch computes with."""
-    torch.get_num_threads()  # torch is there
+    """Torch's, which is loaded by now; one beside torch itself before any other."""
     try:
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         raise _Unavailable("only Linux tells which OpenMP runtime torch has loaded") from error
-    for path in dict.fromkeys(re.findall(r"(/\S+)$", maps, re.MULTILINE)):
-        if Path(path).name.startswith(RUNTIMES):
-            return Path(path)
-    raise _Unavailable("torch has loaded no OpenMP runtime")
+    paths = [Path(path) for path in dict.fromkeys(re.findall(r"^(?:\S+\s+){5}(/.*)$", maps, re.MULTILINE))]
+    found = [path for path in paths if re.match(RUNTIMES, path.name)]
+    if not found:
+        raise _Unavailable("torch has loaded no OpenMP runtime")
+    home = Path(torch.__file__).parent
+    return next((path for path in found if path.is_relative_to(home)), found[0])
 
 
 def _processor() -> str:

@@ -1,13 +1,14 @@
 // Kernels for the CPU: linear layers whose weights have 4, 8, 16 or 32 bits, and a whole decoder of them over a paged cache.
 //
-// Built on first use (build.py) and called through a C interface (native.py), without torch's headers. Every result is
-// computed by one thread in an order that depends neither on the number of threads nor on the other rows of a call: a row has
-// the same bits alone, in any batch, and however its sequence was cut into steps. Sums are float32, each multiplication and
-// addition is written as one `fma`, and the compiler may contract nothing by itself.
+// Built on first use (build.py) and called through a C interface (linear.py, and fused.py of inference/), without torch's
+// headers. Every result is computed by one thread in an order that depends neither on the number of threads nor on the other
+// rows of a call: a row has the same bits alone, in any batch, and however its sequence was cut into steps. Sums are float32,
+// each multiplication and addition is written as one `fma`, and the compiler may contract nothing by itself.
 //
-// Plain weights are rows of float32 or bfloat16, an output's inputs one after the other. Packed weights: outputs in tiles of 16, inputs in groups of 32. A group of 4 bits is four times 16 words of 32 bits, a word
-// an output's 8 levels of 8 inputs, followed by the tile's 16 scales and 16 zeros in bfloat16: 320 bytes. A group of 8 bits is
-// eight times 16 words of 4 levels: 512 bytes; its scales stand apart. weight = (level - 8) * scale + zero, or level * scale.
+// Plain weights are rows of float32 or bfloat16, an output's inputs one after the other. Packed weights: outputs in tiles of
+// 16, inputs in groups of 32. A group of 4 bits is four times 16 words of 32 bits, a word an output's 8 levels of 8 inputs,
+// followed by the tile's 16 scales and 16 zeros in bfloat16: 320 bytes. A group of 8 bits is eight times 16 words of 4 levels:
+// 512 bytes; its scales stand apart. weight = (level - 8) * scale + zero, or level * scale.
 //
 // Where the processor multiplies pairs of bfloat16 (`PAIRS`), the inputs of layers of 4 and 16 bits are rounded to it; levels
 // are exact.
@@ -17,13 +18,15 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
+#include <new>
 #include <omp.h>
 #include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) || defined(PELLUCID_EMULATE_PAIRS)
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512DQ__) || defined(PELLUCID_EMULATE_PAIRS)
 #define PAIRS 1
 #else
 #define PAIRS 0
@@ -36,7 +39,8 @@ using bfloat16 = uint16_t;
 
 // -- 16 numbers at a time -----------------------------------------------------------------------------------------------
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+#define WIDE 1
 constexpr int ROWS = 12, QUERIES = 12, CHAINS = 4;
 struct Vec { __m512 v; };
 struct Words { __m512i v; };
@@ -206,7 +210,7 @@ inline float sum(__m256 x) {
     return _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)));
 }
 #endif
-#if defined(__AVX512F__)
+#if defined(WIDE)
 inline float sum(Vec a) { return sum(fold({a.v})); }
 #elif defined(__AVX2__) && defined(__FMA__)
 inline float sum(Vec x) { return sum(_mm256_add_ps(x.a, x.b)); }
@@ -593,6 +597,10 @@ void attend(const Decoder& m, const T* cache, int64_t kv_head, const int64_t* bl
     }
 }
 
+// Room that is written before it is read
+using Floats = std::unique_ptr<float[]>;
+inline Floats floats(int64_t count) { return Floats(new float[count]); }
+
 // Rows that stand one after the other in one sequence
 struct Run { int64_t row, count; };
 
@@ -609,21 +617,24 @@ template <class T> void run(const Decoder& m, const Step& s) {
         if (follows) runs.back().count++;
         else runs.push_back({r, 1});
     }
-    std::vector<float> x(s.rows * m.hidden), made(s.rows * qkv_stride), first(s.rows * stride), second(s.rows * stride);
+    const Floats x = floats(s.rows * m.hidden), made = floats(s.rows * qkv_stride);
+    const Floats first = floats(s.rows * stride), second = floats(s.rows * stride);
     bool summed = m.head.bits == 4;
     for (int64_t n = 0; n < m.layers; n++)
-        for (const Linear* l = &m.layer[n].q; l <= &m.layer[n].down; l++) summed |= l->bits == 4;
-    std::vector<float> sums(summed ? s.rows * stride / GROUP : 0), room(s.threads * QUERIES * keys);
+        for (int64_t bits : {m.layer[n].q.bits, m.layer[n].k.bits, m.layer[n].v.bits, m.layer[n].o.bits, m.layer[n].gate.bits,
+                             m.layer[n].up.bits, m.layer[n].down.bits})
+            summed |= bits == 4;
+    const Floats sums = floats(summed ? s.rows * stride / GROUP : 0), room = floats(s.threads * QUERIES * keys);
     std::vector<bfloat16> pairs(PAIRS ? s.rows * stride : 0);
-    float* const of_groups = summed ? sums.data() : nullptr;
-    const Inputs in{first.data(), pairs.data(), of_groups, stride}, inside{second.data(), pairs.data(), of_groups, stride};
+    float* const of_groups = summed ? sums.get() : nullptr;
+    const Inputs in{first.get(), pairs.data(), of_groups, stride}, inside{second.get(), pairs.data(), of_groups, stride};
     const auto groups = [](int64_t inputs) { return (inputs + GROUP - 1) / GROUP; };
 
 #pragma omp parallel num_threads(int(s.threads))
     {
         const Share rows = share(s.rows), wanted = share(s.wanted);
         const int64_t thread = omp_get_thread_num();
-        const Output to_x{x.data(), m.hidden, Output::ADD};
+        const Output to_x{x.get(), m.hidden, Output::ADD};
         for (int64_t r = rows.first; r < rows.last; r++)
             for (int64_t i = 0; i < m.hidden; i++) {
                 const int64_t at = s.tokens[r] * m.hidden + i;
@@ -634,18 +645,18 @@ template <class T> void run(const Decoder& m, const Step& s) {
             const Layer& l = m.layer[n];
             T* cache = static_cast<T*>(l.cache);
             for (int64_t r = rows.first; r < rows.last; r++) {
-                normed(x.data() + r * m.hidden, l.attention_norm, m.hidden, m.eps, in.values + r * stride);
+                normed(x.get() + r * m.hidden, l.attention_norm, m.hidden, m.eps, in.values + r * stride);
                 prepare(in, r, groups(m.hidden));
             }
 #pragma omp barrier
-            linear_share(l.q, in, s.rows, {made.data(), qkv_stride, Output::STORE});
-            linear_share(l.k, in, s.rows, {made.data() + mixed, qkv_stride, Output::STORE});
-            linear_share(l.v, in, s.rows, {made.data() + mixed + m.kv_heads * m.width, qkv_stride, Output::STORE});
+            linear_share(l.q, in, s.rows, {made.get(), qkv_stride, Output::STORE});
+            linear_share(l.k, in, s.rows, {made.get() + mixed, qkv_stride, Output::STORE});
+            linear_share(l.v, in, s.rows, {made.get() + mixed + m.kv_heads * m.width, qkv_stride, Output::STORE});
 #pragma omp barrier
 #pragma omp for schedule(static)
             for (int64_t u = 0; u < s.rows * (m.heads + 2 * m.kv_heads); u++) {
                 const int64_t r = u / (m.heads + 2 * m.kv_heads), h = u % (m.heads + 2 * m.kv_heads);
-                float* at = made.data() + r * qkv_stride + h * m.width;
+                float* at = made.get() + r * qkv_stride + h * m.width;
                 const bool is_q = h < m.heads, is_k = !is_q && h < m.heads + m.kv_heads;
                 if (is_q || is_k) {
                     const float* weight = is_q ? l.q_norm : l.k_norm;
@@ -671,19 +682,19 @@ template <class T> void run(const Decoder& m, const Step& s) {
                 int count = 0;
                 for (int64_t r = run.row; r < run.row + run.count; r++)
                     for (int64_t h = head; h < head + heads_each; h++, count++) {
-                        q[count] = made.data() + r * qkv_stride + h * m.width;
+                        q[count] = made.get() + r * qkv_stride + h * m.width;
                         out[count] = in.values + r * stride + h * m.width;
                         limits[count] = s.positions[r] + 1;
                     }
                 attend(m, cache, head / group, s.blocks + s.tables[run.row], l.window, count, q, limits, out,
-                       room.data() + thread * QUERIES * keys, keys);
+                       room.get() + thread * QUERIES * keys, keys);
             }
             for (int64_t r = rows.first; r < rows.last; r++) prepare(in, r, groups(mixed));
 #pragma omp barrier
             linear_share(l.o, in, s.rows, to_x);
 #pragma omp barrier
             for (int64_t r = rows.first; r < rows.last; r++) {
-                normed(x.data() + r * m.hidden, l.mlp_norm, m.hidden, m.eps, in.values + r * stride);
+                normed(x.get() + r * m.hidden, l.mlp_norm, m.hidden, m.eps, in.values + r * stride);
                 prepare(in, r, groups(m.hidden));
             }
 #pragma omp barrier
@@ -696,7 +707,7 @@ template <class T> void run(const Decoder& m, const Step& s) {
 #pragma omp barrier
         }
         for (int64_t r = rows.first; r < rows.last; r++)
-            normed(x.data() + r * m.hidden, m.norm, m.hidden, m.eps, s.hidden + r * m.hidden);
+            normed(x.get() + r * m.hidden, m.norm, m.hidden, m.eps, s.hidden + r * m.hidden);
 #pragma omp barrier
         for (int64_t i = wanted.first; i < wanted.last; i++) {
             std::memcpy(in.values + i * stride, s.hidden + s.chosen[i] * m.hidden, m.hidden * sizeof(float));
@@ -711,12 +722,14 @@ template <class T> void run(const Decoder& m, const Step& s) {
 
 extern "C" {
 
+// All functions but the last give 0, or 1 where there was no memory.
+
 // values [rows, groups * 32] -> out [rows, tiles * 16]
-void pellucid_linear(const Linear* l, float* values, int64_t rows, float* out, int64_t threads) {
+int pellucid_linear(const Linear* l, float* values, int64_t rows, float* out, int64_t threads) try {
     const int64_t stride = l->groups * GROUP;
-    std::vector<float> sums(rows * l->groups);
+    const Floats sums = floats(rows * l->groups);
     std::vector<bfloat16> pairs(PAIRS ? rows * stride : 0);
-    const Inputs in{values, pairs.data(), sums.data(), stride};
+    const Inputs in{values, pairs.data(), sums.get(), stride};
 #pragma omp parallel num_threads(int(threads))
     {
         const Share mine = share(rows);
@@ -725,14 +738,20 @@ void pellucid_linear(const Linear* l, float* values, int64_t rows, float* out, i
 #pragma omp barrier
         linear_share(*l, in, rows, {out, l->tiles * LANES, Output::STORE});
     }
+    return 0;
+} catch (const std::bad_alloc&) {
+    return 1;
 }
 
-void pellucid_decode(const Decoder* m, const Step* s) {
+int pellucid_decode(const Decoder* m, const Step* s) try {
     if (m->cache_is_bfloat16) run<bfloat16>(*m, *s);
     else run<float>(*m, *s);
+    return 0;
+} catch (const std::bad_alloc&) {
+    return 1;
 }
 
-// what this was built for: pairs of bfloat16 are rounded and multiplied
+// whether pairs of bfloat16 are rounded and multiplied
 int64_t pellucid_pairs() { return PAIRS; }
 
 }

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pellucid.kernels.build import library
+from pellucid.kernels.build import check, library
 
 GROUP = 32
 LANES = 16
@@ -131,6 +131,28 @@ def rounds_inputs() -> bool:
     return bool(library().pellucid_pairs())
 
 
+def disagreement(library: ctypes.CDLL) -> str | None:
+    """What a library computes otherwise than torch, in words: a small product of each kind of weights."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+    x, plain, levels = drawn(13, 64), drawn(48, 64), torch.randint(16, (48, 64), generator=generator, dtype=torch.int32)
+    plains = plain, plain.bfloat16()
+    packed = pack4(levels, drawn(2, 48, 2).bfloat16(), 64), pack8(levels.to(torch.int8) - 8, drawn(48).bfloat16())
+    kinds = [(p.bits, p.struct(), unpacked(p)) for p in packed]
+    kinds += [(8 * w.itemsize, plain_struct(w), w.float()) for w in plains]
+    for bits, layer, weight in kinds:
+        rounded = x.bfloat16().float() if library.pellucid_pairs() and bits in (4, 16) else x
+        rows, out = x.clone(), x.new_empty(13, 48)
+        status = library.pellucid_linear(ctypes.addressof(layer), rows.data_ptr(), 13, out.data_ptr(), 1)
+        expected = rounded.double() @ weight.double().T
+        if status or not bool((out - expected).abs().max() < 1e-4 * expected.abs().max()):
+            return f"products of weights of {bits} bits are not torch's"
+    return None
+
+
 torch.library.define("pellucid::packed_linear", "(Tensor x, Tensor packed, Tensor scales, int outputs) -> Tensor")
 
 
@@ -138,14 +160,12 @@ torch.library.define("pellucid::packed_linear", "(Tensor x, Tensor packed, Tenso
 def _packed_linear(x: Tensor, packed: Tensor, scales: Tensor, outputs: int) -> Tensor:
     tiles, groups, _ = packed.shape
     rows = F.pad(x.float(), (0, groups * GROUP - x.shape[1])).contiguous()
-    out = torch.empty(len(rows), tiles * LANES)
-    layer = KernelWeights(packed, scales, outputs, x.shape[1]).struct()
-    library().pellucid_linear(
-        ctypes.addressof(layer), rows.data_ptr(), len(rows), out.data_ptr(), torch.get_num_threads()
-    )
+    out = rows.new_empty(len(rows), tiles * LANES)
+    layer, threads = KernelWeights(packed, scales, outputs, x.shape[1]).struct(), torch.get_num_threads()
+    check(library().pellucid_linear(ctypes.addressof(layer), rows.data_ptr(), len(rows), out.data_ptr(), threads))
     return out[:, :outputs]
 
 
 @torch.library.register_fake("pellucid::packed_linear")  # type: ignore[untyped-decorator]
 def _shape(x: Tensor, packed: Tensor, scales: Tensor, outputs: int) -> Tensor:
-    return x.new_empty(len(x), outputs, dtype=torch.float32)
+    return x.new_empty(len(x), packed.shape[0] * LANES, dtype=torch.float32)[:, :outputs]

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from kernel_variants import VARIANTS, compiled, using
 from tiny_engine import alone, bits, prompt, random_requests
 
 from pellucid import kernels
@@ -28,6 +29,7 @@ SHAPES = {
     "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 40},
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
 }
+CUTS = [(0, 1), (1, 2), (2, 4), (4, 11), (11, 41), (41, 42), (42, 66), (66, 90)]
 VOCABULARY, TOKENS = 101, 90  # `prompt` gives ids below 97
 
 
@@ -146,6 +148,72 @@ def test_an_engine_that_need_not_be_exact_reads_the_models_own_weights():
         model.model.layers[1].mlp.down_proj.weight.mul_(3)  # a step of a trainer
     again = Engine(model, kv_gb=0.001, page_size=16, exact=False)
     assert again.generate([prompt(1, 9)], SamplingParams(max_tokens=8, temperature=0))[0].logprobs != fast.logprobs
+
+
+@pytest.mark.parametrize("variant", [name for name, flags in VARIANTS.items() if flags is not None])
+def test_other_processors(variant, tmp_path_factory):
+    """What this one does not run: pairs of bfloat16, and no vectors at all."""
+    library, tokens, other, blocks = (
+        compiled(variant, tmp_path_factory.mktemp("kernels")),
+        sequence(0),
+        sequence(1),
+        [3, 5, 7, 9, 11, 1],
+    )
+    for shape in ("qwen3, untied", "mistral", "many queries a head"):
+        for kind, dtype in (("int4", torch.bfloat16), (None, torch.bfloat16), (None, torch.float32)):
+            model = model_of(shape, kind, dtype)
+            expected = run(FusedDecoder(model, cache_of(model)), [(tokens, 0, blocks)])
+            with using(library):
+                whole = run(FusedDecoder(model, cache_of(model)), [(tokens, 0, blocks)])
+                decoder = FusedDecoder(model, cache_of(model))
+                parts = [
+                    run(decoder, [(other[a:b], a, [2, 4, 6, 8, 10, 12]), (tokens[a:b], a, blocks)]) for a, b in CUTS
+                ]
+            assert torch.equal(torch.cat(parts), whole)
+            rounded = dtype == torch.bfloat16 and library.pellucid_pairs()
+            assert (whole - expected).abs().max() < (0.06 if rounded else 3e-5) * expected.abs().max()
+
+
+def test_bits_do_not_depend_on_the_number_of_threads():
+    model, tokens, before = model_of(), sequence(0), torch.get_num_threads()
+    outs = []
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            outs.append(run(FusedDecoder(model, cache_of(model)), [(tokens, 0, [3, 5, 7, 9, 11, 1])]))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+def test_what_stands_in_unused_places_of_the_cache_is_of_no_account():
+    model, tokens, blocks = model_of("mistral"), sequence(0)[:37], [3, 5, 7]
+    clean, dirty = cache_of(model), cache_of(model)
+    for layer in dirty.stored:
+        for tensor in layer:
+            tensor.fill_(torch.nan)
+    assert torch.equal(*(run(FusedDecoder(model, c), [(tokens, 0, blocks)]) for c in (clean, dirty)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_torchs_default_type_is_of_no_account(dtype):
+    model = model_of()
+    engine = Engine(model, kv_gb=0.001, page_size=16)
+    params = SamplingParams(max_tokens=6, temperature=0)
+    [expected] = engine.generate([prompt(1, 9)], params)
+    torch.set_default_dtype(dtype)
+    try:
+        [found] = Engine(model, kv_gb=0.001, page_size=16).generate([prompt(1, 9)], params)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.ids == expected.ids
+
+
+def test_an_embedding_that_does_not_lie_in_one_piece_is_left_to_torch():
+    model = model_of()
+    table = model.model.embed_tokens.weight
+    model.model.embed_tokens.weight = torch.nn.Parameter(table.t().contiguous().t(), requires_grad=False)
+    assert not can_be_fused(model, torch.float32, 16, exact=True)
 
 
 def test_weights_that_a_model_has_replaced_are_still_there():

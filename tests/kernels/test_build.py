@@ -17,6 +17,13 @@ from pellucid.kernels import build
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
 
 
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    """Whatever the environment says."""
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv(build.SWITCH, raising=False)
+
+
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -53,7 +60,7 @@ def test_it_computes_with_torchs_threads_alone(cache):
     """A second OpenMP runtime would keep threads of its own on the same cores."""
     ctypes.CDLL(str(build._built()))
     names = [Path(p).name for p in set(re.findall(r"(/\S+)$", Path("/proc/self/maps").read_text(), re.MULTILINE))]
-    assert len([n for n in names if n.startswith(build.RUNTIMES)]) == 1
+    assert len([n for n in names if re.match(build.RUNTIMES, n)]) == 1
 
 
 @pytest.mark.parametrize("value", ["off", "0", "OFF"])
@@ -75,10 +82,48 @@ def test_a_compiler_that_fails_is_quoted(cache, tmp_path, monkeypatch):
     assert list((cache / "pellucid" / "kernels").iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+def test_a_compiler_that_is_no_command_line(cache, monkeypatch):
+    monkeypatch.setenv("CXX", 'g++ "')
+    assert why() == "CXX is 'g++ \"': No closing quotation"
+    monkeypatch.setenv("CXX", "")  # as if it were not set
+    assert build._built().exists()
+
+
+def test_a_home_that_nobody_has(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def nobody():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    assert "Could not determine home directory" in why() and "XDG_CACHE_HOME" in why()
+
+
+def test_a_folder_that_others_may_write_to_is_not_trusted(cache):
+    folder = build._built().parent
+    folder.chmod(0o777)
+    assert "others may write there" in why()
+
+
+def test_a_damaged_library_is_made_again(cache, monkeypatch):
+    path = build._built()
+    path.write_bytes(b"")
+    library, reason = build._loaded.__wrapped__()
+    assert library is not None and reason is None and path.stat().st_size > 0
+
+
+def test_a_library_that_computes_wrongly_is_not_used(cache, tmp_path, monkeypatch):
+    wrong = tmp_path / "kernels.cpp"
+    wrong.write_text(build.SOURCE.read_text().replace("fma(all(-8), scale", "fma(all(-7), scale"))
+    monkeypatch.setattr(build, "SOURCE", wrong)
+    library, reason = build._loaded.__wrapped__()
+    assert library is None and "computes wrongly here: products of weights of 4 bits are not torch's" in reason
+
+
+def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert "cannot be written" in why() and "XDG_CACHE_HOME" in why()
+    assert "cannot be made" in why() and "XDG_CACHE_HOME" in why()
 
 
 def test_without_them_weights_are_packed_for_torch():

@@ -2,46 +2,26 @@
 
 import ctypes
 import shutil
-import subprocess
 
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_variants import VARIANTS, compiled, using
 
 from pellucid import kernels
-from pellucid.kernels import build
-from pellucid.kernels.linear import GROUP, plain_struct, rounds_inputs
+from pellucid.kernels.build import check
+from pellucid.kernels.linear import GROUP, disagreement, plain_struct
 from pellucid.model.quantize import to_int4, to_int8
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
 SHAPES = [(64, 96), (33, 47), (1, 1), (16, 33), (130, 576)]
-VARIANTS = {
-    "this processor": None,
-    "pairs of bfloat16, emulated": ("-march=native", "-DPELLUCID_EMULATE_PAIRS"),
-    "any processor": (),
-}
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def variant(request, tmp_path_factory):
-    """Patches the library that everything calls; gives whether layers of 4 bits round their inputs."""
-    flags = VARIANTS[request.param]
-    if flags is None:
-        yield rounds_inputs()
-        return
-    path = tmp_path_factory.mktemp("kernels") / "kernels.so"
-    fixed = [f for f in build.FLAGS if f not in ("-march=native", "-O3")]
-    subprocess.run(["c++", "-O1", *fixed, *flags, "-shared", str(build.SOURCE), "-o", str(path)], check=True)
-    library = ctypes.CDLL(str(path))
-    library.pellucid_linear.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_int64,
-        ctypes.c_void_p,
-        ctypes.c_int64,
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pellucid.kernels.linear.library", lambda: library)
+    """Which library everything calls; gives whether layers of 4 and 16 bits round their inputs."""
+    library = compiled(request.param, tmp_path_factory.mktemp("kernels"))
+    with using(library):
         yield bool(library.pellucid_pairs())
 
 
@@ -102,6 +82,46 @@ def test_a_row_of_nan_stays_alone(variant, bits):
     out = weights.multiply(x)
     assert out[4].isnan().all()
     assert torch.equal(out[torch.arange(9) != 4], clean[torch.arange(9) != 4])
+
+
+def test_every_kind_agrees_with_torch_where_a_library_is_loaded(variant):
+    library = kernels.linear.library()
+    assert disagreement(library) is None
+
+    class Wrong:
+        pellucid_pairs = library.pellucid_pairs
+
+        def pellucid_linear(self, layer, rows, count, out, threads):
+            return library.pellucid_linear(layer, rows, count - 1, out, threads)
+
+    assert disagreement(Wrong()) == "products of weights of 4 bits are not torch's"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_torchs_default_type_is_of_no_account(dtype):
+    weights, x = packed(4, 33, 47), drawn(3, 47, seed=1)
+    expected = weights.multiply(x)
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(weights.multiply(x), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_no_memory_is_an_error_and_not_the_end():
+    layer = packed(4, 33, 47).struct()
+    with pytest.raises(MemoryError, match="fewer tokens a step"):
+        check(kernels.linear.library().pellucid_linear(ctypes.addressof(layer), None, 2**58, None, 1))
+
+
+def test_the_operator_is_what_torch_expects_of_one():
+    weights, x = packed(4, 33, 47), drawn(3, 47)
+    checked = torch.library.opcheck(
+        torch.ops.pellucid.packed_linear,
+        (x, weights.packed, weights.scales, 33),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+    assert set(checked.values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("bits", [4, 8])
