@@ -472,7 +472,7 @@ def main() -> None:
             if not options.only or options.profile:
                 return
         if options.profile:
-            profile(models.path("smollm"), VARIANTS, options.threads)
+            profile(models.path("smollm"), VARIANTS, options.threads, tuple(options.contenders or [""]))
             return
         for name, row in rows(options.new).items():
             if not options.only or name in options.only:

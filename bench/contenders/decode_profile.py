@@ -41,8 +41,8 @@ GROUPS = {
 """Part of an operator's name to its group, the first that fits; the others are `REST`."""
 
 
-def profile(folder: Path, variants: Mapping[str, Mapping[str, Any]], threads: int) -> None:
-    """Tables for 1 and 8 sequences, bfloat16 and int4, in each variant of the engine."""
+def profile(folder: Path, variants: Mapping[str, Mapping[str, Any]], threads: int, chosen: tuple[str, ...]) -> None:
+    """Tables for 1 and 8 sequences, bfloat16 and int4, in each variant of the engine; rows that begin as one ``chosen``."""
     torch.set_num_threads(threads)
     reading = {count: read_bandwidth(count) for count in sorted({1, threads})}
     told = ", ".join(f"{speed:.1f} GB/s with {count}" for count, speed in reading.items())
@@ -52,6 +52,8 @@ def profile(folder: Path, variants: Mapping[str, Mapping[str, Any]], threads: in
     print("|---" * (len(names) + 6) + "|")
     for weights in (None, "int4"):
         for variant, options in variants.items():
+            if not f"{weights or 'bf16'} {variant}".startswith(chosen):
+                continue
             model = load_model(folder, device="cpu", dtype="bfloat16", weights=weights).model
             pack_bfloat16(model, fast=not options["exact"])  # as the commands do
             for sequences in (1, 8):

@@ -453,14 +453,16 @@ void block(const Linear& l, int64_t first, int64_t last, const Inputs& in, int64
 }
 
 void linear(const Linear& l, int64_t first, int64_t last, const Inputs& in, int64_t rows, const Output& to) {
-    // few rows go through all tiles at once; many keep a tile's weights in the cache
-    const int64_t step = rows <= ROWS ? std::max<int64_t>(1, last - first) : 1;
+    // weights come from memory once: all rows multiply some tiles before the next ones are read
+    const int64_t step = rows == 1 ? std::max<int64_t>(1, last - first) : rows < 4 ? CHAINS : 1;
     for (int64_t tile = first; tile < last; tile += step) {
-        int64_t row = 0, end = tile + step;
+        int64_t row = 0, end = std::min(last, tile + step);
         if (l.bits >= 16) {
             for (; row + DOT_ROWS <= rows; row += DOT_ROWS) block<DOT_ROWS, 1>(l, tile, end, in, row, to);
             if constexpr (DOT_ROWS > 3)
                 for (; row + 3 <= rows; row += 3) block<3, 1>(l, tile, end, in, row, to);
+            if constexpr (DOT_ROWS > 2)
+                for (; row + 2 <= rows; row += 2) block<2, 1>(l, tile, end, in, row, to);
             for (; row < rows; row++) block<1, 1>(l, tile, end, in, row, to);
             continue;
         }
