@@ -19,6 +19,14 @@ settings.register_profile("pellucid", deadline=None)  # a busy machine is no fau
 settings.load_profile("pellucid")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compiled_kernels():
+    """Before a test's forked ranks would do it within their time limits."""
+    from pellucid import kernels
+
+    kernels.available()
+
+
 @pytest.fixture(scope="session")
 def data_folder(tmp_path_factory):
     """300 kB of generated stories with a vocabulary of 400, prepared. Tests must not change it."""

@@ -5,6 +5,7 @@ other's from the cores.
 """
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import logging
@@ -108,9 +109,12 @@ def _built() -> Path:
     path = _folder() / f"{key}.so"
     if path.exists():
         return path
-    logger.warning("compiling kernels for this processor, once, some ten seconds, into %s", path)
     try:
-        with tempfile.TemporaryDirectory() as scratch:
+        with open(path.parent / "lock", "wb") as lock, tempfile.TemporaryDirectory() as scratch:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of many ranks one compiles, and the others wait for it
+            if path.exists():
+                return path
+            logger.warning("compiling kernels for this processor, once, some ten seconds, into %s", path)
             object_, made = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
             _run([*compiler, *FLAGS, "-c", str(SOURCE), "-o", str(object_)])
             # without -fopenmp, which would name the compiler's own runtime
@@ -119,7 +123,7 @@ def _built() -> Path:
                 file.write(made.read_bytes())
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(file.name, path)  # whole or not at all, whoever compiles beside us
+            os.replace(file.name, path)  # whole or not at all
     except OSError as error:
         raise _Unavailable(f"{path.parent} cannot be written: {error}; set XDG_CACHE_HOME") from error
     return path

@@ -39,13 +39,28 @@ def why() -> str:
 
 def test_what_was_compiled_is_kept_and_nothing_else(cache, monkeypatch):
     path = build._built()
-    assert path.is_relative_to(cache) and list(path.parent.iterdir()) == [path]
+    assert path.is_relative_to(cache) and set(path.parent.iterdir()) == {path, path.parent / "lock"}
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     ran = []
     plain = build._run
     monkeypatch.setattr(build, "_run", lambda command: ran.append(command) or plain(command))
     assert build._built() == path
     assert ran == [["c++", "--version"]]
+
+
+def test_of_several_processes_one_compiles(cache, tmp_path):
+    """The compiler writes down each time that it is called to compile."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *" -c "*) echo x >> {tmp_path}/calls;; esac\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    env = os.environ | {"CXX": str(compiler)}
+    command = [sys.executable, "-c", "from pellucid.kernels import build; print(build._built())"]
+    processes = [
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        for _ in range(3)
+    ]
+    assert len({process.communicate(timeout=120)[0] for process in processes}) == 1
+    assert (tmp_path / "calls").read_text() == "x\n"
 
 
 def test_another_source_is_another_library(cache, tmp_path, monkeypatch):
@@ -79,7 +94,7 @@ def test_a_compiler_that_fails_is_quoted(cache, tmp_path, monkeypatch):
     broken.write_text("int main( {")
     monkeypatch.setattr(build, "SOURCE", broken)
     assert re.search(r"ended with 1: .*error: ", why(), re.DOTALL)
-    assert list((cache / "pellucid" / "kernels").iterdir()) == []
+    assert [path.name for path in (cache / "pellucid" / "kernels").iterdir()] == ["lock"]
 
 
 def test_a_compiler_that_is_no_command_line(cache, monkeypatch):
