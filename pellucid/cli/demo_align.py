@@ -24,6 +24,8 @@ BASE = Path("runs/demo")
 """Where `pellucid demo` leaves its model."""
 NUM_RANKS = 2
 """Processes that a stage is divided over, where there are as many cores."""
+PRETRAIN_STEPS = 1000
+"""Fewer than `make demo` takes: sums ask for less than whole stories do."""
 NUM_HELD_OUT = 500
 NUM_VALIDATION = 200
 STOP_AT = 0.4
@@ -131,7 +133,8 @@ class _Flow:
             from pellucid.cli.demo import pretrain
 
             given = self.out / "pretrain"
-            pretrain(given, {"train.seed": str(self.seed)}, quiet=self.quiet, log_level=self.log_level)
+            settings = {"train.seed": str(self.seed), "train.steps": str(PRETRAIN_STEPS)}
+            pretrain(given, settings, quiet=self.quiet, log_level=self.log_level)
             if not (given / "model" / "config.json").is_file():
                 return None
         model = find_model(given)
