@@ -43,7 +43,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "doctor",
         help="look at this machine",
         description="What Pellucid finds here: versions, processor, memory allocator, compiler, extras, disk. "
-        "Takes a few seconds, of which the matrix products are the most.",
+        "Takes a few seconds, of which the matrix products are the most; some ten more where kernels are not compiled yet.",
     )
     parser.add_argument("--json", action="store_true", help="one object on stdout")
     parser.set_defaults(run=run)

@@ -5,6 +5,6 @@ why they are not used. Each has a reference in torch beside it, which tests comp
 """
 
 from pellucid.kernels.build import available, missing
-from pellucid.kernels.linear import KernelWeights, pack4, pack8, unpacked
+from pellucid.kernels.linear import GROUP, KernelWeights, pack4, pack8, unpacked
 
-__all__ = ["KernelWeights", "available", "missing", "pack4", "pack8", "unpacked"]
+__all__ = ["GROUP", "KernelWeights", "available", "missing", "pack4", "pack8", "unpacked"]

@@ -68,7 +68,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
         if _is_switched_off():
             logger.info("kernels of our own are not used: %s", error)
         else:
-            logger.warning("kernels of our own are not used, and computing with packed weights takes longer: %s", error)
+            logger.warning("kernels of our own are not used; int8, int4 and --fast take longer: %s", error)
         return None, str(error)
     return found, None
 
@@ -119,11 +119,12 @@ def _built() -> Path:
             _run([*compiler, *FLAGS, "-c", str(SOURCE), "-o", str(object_)])
             # without -fopenmp, which would name the compiler's own runtime
             _run([*compiler, "-shared", str(object_), str(runtime), "-o", str(made)])
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            whole = path.with_suffix(".new")  # one name, since who has the lock is alone: nothing piles up
+            with open(whole, "wb") as file:
                 file.write(made.read_bytes())
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(file.name, path)  # whole or not at all
+            os.replace(whole, path)
     except OSError as error:
         raise _Unavailable(f"{path.parent} cannot be written: {error}; set XDG_CACHE_HOME") from error
     return path

@@ -259,8 +259,8 @@ struct Linear {
     int64_t bits, groups, tiles, outputs;
 };
 
-// rows [rows, stride] of float32, groups * 32 of each are read; with PAIRS their roundings, of layers of 4 and 16 bits; of
-// layers of 4 bits their sums by group, or null
+// rows [rows, stride] of float32, groups * 32 of each are read; what `prepare` makes of them: with PAIRS their roundings, which
+// layers of 4 and 16 bits read, and their sums by group, which layers of 4 bits read
 struct Inputs {
     float* values;
     bfloat16* pairs;
@@ -277,7 +277,7 @@ inline void prepare(const Inputs& in, int64_t row, int64_t groups) {
         narrow(to, a), narrow(to + LANES, b);
         a = widen(to), b = widen(to + LANES);
 #endif
-        if (in.sums) in.sums[row * (in.stride / GROUP) + g] = sum(a + b);
+        in.sums[row * (in.stride / GROUP) + g] = sum(a + b);
     }
 }
 
@@ -552,7 +552,7 @@ inline void scores(int count, const float* const* q, const T* keys, int64_t widt
     if constexpr (Q > 1) scores<Q - 1>(count, q, keys, width, size, out);
 }
 
-// Some queries of one head and sequence; `weights` has room for as many scores of each as there are keys
+// Some queries of one head and sequence; `room` is for the scores of each, `stride` apart
 template <class T>
 void attend(const Decoder& m, const T* cache, int64_t kv_head, const int64_t* blocks, int64_t window, int count,
             const float* const* q, const int64_t* limits, float* const* out, float* room, int64_t stride) {
@@ -608,8 +608,8 @@ struct Run { int64_t row, count; };
 
 template <class T> void run(const Decoder& m, const Step& s) {
     const int64_t qkv = (m.heads + 2 * m.kv_heads) * m.width, mixed = m.heads * m.width, group = m.heads / m.kv_heads;
-    const int64_t widest = std::max({m.hidden, m.inner, mixed}), stride = (widest + GROUP - 1) / GROUP * GROUP;
-    const int64_t qkv_stride = (qkv + LANES - 1) / LANES * LANES, keys = (s.longest + LANES - 1) / LANES * LANES;
+    const int64_t stride = std::max({m.hidden, m.inner, mixed});  // multiples of GROUP, as heads are of LANES
+    const int64_t keys = (s.longest + LANES - 1) / LANES * LANES;
     // one query a unit where there are few, so that every thread has work
     const bool single = s.rows * m.kv_heads < 4 * s.threads || group > QUERIES;
     const int64_t heads_each = single ? 1 : group, rows_each = std::max<int64_t>(1, QUERIES / heads_each);
@@ -619,18 +619,11 @@ template <class T> void run(const Decoder& m, const Step& s) {
         if (follows) runs.back().count++;
         else runs.push_back({r, 1});
     }
-    const Floats x = floats(s.rows * m.hidden), made = floats(s.rows * qkv_stride);
+    const Floats x = floats(s.rows * m.hidden), made = floats(s.rows * qkv);
     const Floats first = floats(s.rows * stride), second = floats(s.rows * stride);
-    bool summed = m.head.bits == 4;
-    for (int64_t n = 0; n < m.layers; n++)
-        for (int64_t bits : {m.layer[n].q.bits, m.layer[n].k.bits, m.layer[n].v.bits, m.layer[n].o.bits, m.layer[n].gate.bits,
-                             m.layer[n].up.bits, m.layer[n].down.bits})
-            summed |= bits == 4;
-    const Floats sums = floats(summed ? s.rows * stride / GROUP : 0), room = floats(s.threads * QUERIES * keys);
+    const Floats sums = floats(s.rows * stride / GROUP), room = floats(s.threads * QUERIES * keys);
     std::vector<bfloat16> pairs(PAIRS ? s.rows * stride : 0);
-    float* const of_groups = summed ? sums.get() : nullptr;
-    const Inputs in{first.get(), pairs.data(), of_groups, stride}, inside{second.get(), pairs.data(), of_groups, stride};
-    const auto groups = [](int64_t inputs) { return (inputs + GROUP - 1) / GROUP; };
+    const Inputs in{first.get(), pairs.data(), sums.get(), stride}, inside{second.get(), pairs.data(), sums.get(), stride};
 
 #pragma omp parallel num_threads(int(s.threads))
     {
@@ -648,17 +641,17 @@ template <class T> void run(const Decoder& m, const Step& s) {
             T* cache = static_cast<T*>(l.cache);
             for (int64_t r = rows.first; r < rows.last; r++) {
                 normed(x.get() + r * m.hidden, l.attention_norm, m.hidden, m.eps, in.values + r * stride);
-                prepare(in, r, groups(m.hidden));
+                prepare(in, r, m.hidden / GROUP);
             }
 #pragma omp barrier
-            linear_share(l.q, in, s.rows, {made.get(), qkv_stride, Output::STORE});
-            linear_share(l.k, in, s.rows, {made.get() + mixed, qkv_stride, Output::STORE});
-            linear_share(l.v, in, s.rows, {made.get() + mixed + m.kv_heads * m.width, qkv_stride, Output::STORE});
+            linear_share(l.q, in, s.rows, {made.get(), qkv, Output::STORE});
+            linear_share(l.k, in, s.rows, {made.get() + mixed, qkv, Output::STORE});
+            linear_share(l.v, in, s.rows, {made.get() + mixed + m.kv_heads * m.width, qkv, Output::STORE});
 #pragma omp barrier
 #pragma omp for schedule(static)
             for (int64_t u = 0; u < s.rows * (m.heads + 2 * m.kv_heads); u++) {
                 const int64_t r = u / (m.heads + 2 * m.kv_heads), h = u % (m.heads + 2 * m.kv_heads);
-                float* at = made.get() + r * qkv_stride + h * m.width;
+                float* at = made.get() + r * qkv + h * m.width;
                 const bool is_q = h < m.heads, is_k = !is_q && h < m.heads + m.kv_heads;
                 if (is_q || is_k) {
                     const float* weight = is_q ? l.q_norm : l.k_norm;
@@ -684,26 +677,26 @@ template <class T> void run(const Decoder& m, const Step& s) {
                 int count = 0;
                 for (int64_t r = run.row; r < run.row + run.count; r++)
                     for (int64_t h = head; h < head + heads_each; h++, count++) {
-                        q[count] = made.get() + r * qkv_stride + h * m.width;
+                        q[count] = made.get() + r * qkv + h * m.width;
                         out[count] = in.values + r * stride + h * m.width;
                         limits[count] = s.positions[r] + 1;
                     }
                 attend(m, cache, head / group, s.blocks + s.tables[run.row], l.window, count, q, limits, out,
                        room.get() + thread * QUERIES * keys, keys);
             }
-            for (int64_t r = rows.first; r < rows.last; r++) prepare(in, r, groups(mixed));
+            for (int64_t r = rows.first; r < rows.last; r++) prepare(in, r, mixed / GROUP);
 #pragma omp barrier
             linear_share(l.o, in, s.rows, to_x);
 #pragma omp barrier
             for (int64_t r = rows.first; r < rows.last; r++) {
                 normed(x.get() + r * m.hidden, l.mlp_norm, m.hidden, m.eps, in.values + r * stride);
-                prepare(in, r, groups(m.hidden));
+                prepare(in, r, m.hidden / GROUP);
             }
 #pragma omp barrier
             linear_share(l.gate, in, s.rows, {inside.values, stride, Output::STORE});
             linear_share(l.up, in, s.rows, {inside.values, stride, Output::GATE});  // of the tiles that this thread stored
 #pragma omp barrier
-            for (int64_t r = rows.first; r < rows.last; r++) prepare(inside, r, groups(m.inner));
+            for (int64_t r = rows.first; r < rows.last; r++) prepare(inside, r, m.inner / GROUP);
 #pragma omp barrier
             linear_share(l.down, inside, s.rows, to_x);
 #pragma omp barrier
@@ -713,7 +706,7 @@ template <class T> void run(const Decoder& m, const Step& s) {
 #pragma omp barrier
         for (int64_t i = wanted.first; i < wanted.last; i++) {
             std::memcpy(in.values + i * stride, s.hidden + s.chosen[i] * m.hidden, m.hidden * sizeof(float));
-            prepare(in, i, groups(m.hidden));
+            prepare(in, i, m.hidden / GROUP);
         }
 #pragma omp barrier
         linear_share(m.head, in, s.wanted, {s.logits, m.head.tiles * LANES, Output::STORE});

@@ -14,6 +14,7 @@ from torch import Tensor
 from pellucid.kernels.build import check, library
 
 GROUP = 32
+"""Inputs that share a scale and a zero in 4 bits; the fewest that torch's kernel takes, too."""
 LANES = 16
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The inputs, of 8, whose levels of 4 bits stand one after the other in a word, lowest bits first."""
@@ -124,11 +125,6 @@ def plain_struct(weight: Tensor, bias: Tensor | None = None) -> LinearStruct:
     tiles = -(-outputs // LANES)
     at = None if bias is None else bias.data_ptr()
     return LinearStruct(weight.data_ptr(), None, at, 8 * weight.itemsize, inputs // GROUP, tiles, outputs)
-
-
-def rounds_inputs() -> bool:
-    """Whether layers of 4 and 16 bits round what comes in to bfloat16: where the processor multiplies that."""
-    return bool(library().pellucid_pairs())
 
 
 def disagreement(library: ctypes.CDLL) -> str | None:

@@ -21,14 +21,13 @@ from torch import Tensor, nn
 
 from pellucid import kernels
 from pellucid.errors import CheckpointError, ConfigError
+from pellucid.kernels import GROUP
 from pellucid.model.attention import Attention
 from pellucid.model.canonical import in_products, matmul_rows, narrow_rows
 from pellucid.model.lora import LoraLinear
 from pellucid.model.mlp import SwiGLU
 from pellucid.model.transformer import Transformer
 
-GROUP = 32
-"""Inputs that share a scale and a zero in 4 bits; the fewest that the kernel takes."""
 OUTPUTS = 16
 """The kernel of 4 bits takes outputs in multiples of this."""
 INPUTS = 32

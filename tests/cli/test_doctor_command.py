@@ -32,7 +32,7 @@ def test_the_table_has_a_line_for_each_finding_and_the_way_out(
     out = capsys.readouterr().out
     assert "install g++ or clang" in out
     assert 'pip install "pellucid[formats]"' in out
-    for name in ("python", "torch", "cpu_features", "compiler", "allocator_loaded", "tmp_free_gb"):
+    for name in ("python", "torch", "cpu_features", "compiler", "kernels", "allocator_loaded", "tmp_free_gb"):
         assert any(line.startswith(name + " ") for line in out.splitlines())
 
 
