@@ -1,6 +1,9 @@
 """Model folders: config.json, model.safetensors, the tokenizer, generation_config.json and a model card."""
 
+import ctypes
 import json
+import mmap
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,7 +130,7 @@ def load_model(
     load_weights(model, tensors, source=folder, assign=True)
     del tensors  # each is freed when it is quantised
     if weights is not None:
-        quantize_(model, weights)
+        quantize_(model, weights, after=_forget)
         model.to(wanted)
         for parameter in model.parameters():  # what is left of the file's mapping would hold all of it
             parameter.data = parameter.data.clone()
@@ -313,6 +316,14 @@ def read_config(folder: Path) -> ModelConfig:
     if not isinstance(table, dict):
         raise CheckpointError(f"{path} must hold a JSON object")
     return from_hf_config(table)
+
+
+def _forget(weight: Tensor) -> None:
+    """Let a file's pages go that a weight lies in, so that a model is never in memory both whole and packed (on Linux)."""
+    page, advise = mmap.PAGESIZE, getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+    start, end = -(-weight.data_ptr() // page) * page, (weight.data_ptr() + weight.nbytes) // page * page
+    if advise is not None and start < end:
+        advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

@@ -15,6 +15,8 @@ it has others, where that is not measured.
 Shapes: O outputs, I inputs, G groups of `GROUP` inputs.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -154,7 +156,7 @@ class Int4Linear(PackedLinear):
 KINDS: dict[str, type[PackedLinear]] = {"bf16": BFloat16Linear, "int8": Int8Linear, "int4": Int4Linear}
 
 
-def quantize_(model: Transformer, kind: str) -> list[str]:
+def quantize_(model: Transformer, kind: str, *, after: Callable[[Tensor], None] | None = None) -> list[str]:
     """Pack the weights of a decoder's linear layers, in place, one after the other; returns their names.
 
     The head gets 8 bits in either narrow kind, or 16 where torch's kernels have to do and the processor multiplies bfloat16
@@ -165,6 +167,7 @@ def quantize_(model: Transformer, kind: str) -> list[str]:
 
     Args:
         kind: "bf16", "int8" or "int4".
+        after: called with each weight that is packed and needed no more.
 
     Raises:
         ConfigError: an unknown kind; a model that is not on the CPU, is packed, or has an adapter that is not merged.
@@ -186,19 +189,21 @@ def quantize_(model: Transformer, kind: str) -> list[str]:
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
         if isinstance(module, Attention | SwiGLU):
-            _join(name, module, kind)
+            _join(name, module, kind, after)
     for name in names:
         parent, _, last = name.rpartition(".")
         linear = getattr(model.get_submodule(parent), last)
         if linear is not None:
             setattr(model.get_submodule(parent), last, _packed(name, linear.weight, linear.bias, kind))
+            if after is not None:
+                after(linear.weight)
     if model.lm_head is None:
         model.lm_head = _packed(HEAD, embedding, None, kind)  # type: ignore[assignment]
         names.append(HEAD)
     return names
 
 
-def _join(name: str, module: Attention | SwiGLU, kind: str) -> None:
+def _join(name: str, module: Attention | SwiGLU, kind: str, after: Callable[[Tensor], None] | None) -> None:
     """One product instead of those of ``module.joinable``, where all or none of them have a bias."""
     linears = [getattr(module, part) for part in module.joinable]
     biases = [linear.bias for linear in linears if linear.bias is not None]
@@ -208,8 +213,10 @@ def _join(name: str, module: Attention | SwiGLU, kind: str) -> None:
         _require_finite(f"{name}.{part}", linear.weight, kind)
     weight = torch.cat([linear.weight for linear in linears])
     module.joined = KINDS[kind](weight, torch.cat(biases) if biases else None)
-    for part in module.joinable:
+    for part, linear in zip(module.joinable, linears, strict=True):
         setattr(module, part, None)
+        if after is not None:
+            after(linear.weight)
 
 
 def is_quantized(model: nn.Module) -> bool:

@@ -1,6 +1,9 @@
 """Weights of 8 and 4 bits: what is stored is near what was there, and what is computed is what is stored."""
 
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -255,6 +258,32 @@ def test_a_model_is_loaded_so_and_holds_nothing_else(kind: str, tmp_path: Path) 
     gc.collect()
     table = loaded.model.embed_tokens.weight
     assert table.untyped_storage().nbytes() == table.nbytes
+
+
+LOADS = """
+import re, sys
+from pathlib import Path
+from pellucid import load_model
+load_model(sys.argv[1], device="cpu", weights=sys.argv[3])  # everything that is imported on the way
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+kilobytes = lambda name: int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+before = kilobytes("VmRSS")
+load_model(sys.argv[2], device="cpu", weights=sys.argv[3])
+print((kilobytes("VmHWM") - before) * 1024)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory of a mapped file is let go on Linux")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_is_never_in_memory_both_whole_and_packed(kind: str, tmp_path: Path) -> None:
+    save_model(tmp_path / "tiny", small())
+    large = small(hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8)
+    save_model(tmp_path / "large", large)
+    command = [sys.executable, "-c", LOADS, str(tmp_path / "tiny"), str(tmp_path / "large"), kind]
+    env = os.environ | ({} if kernels.available() else {"PELLUCID_KERNELS": "off"})
+    grew = int(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout)
+    # 1.4 of the size where the whole file stays
+    assert 0 < grew < 0.9 * sum(p.nbytes for p in large.parameters())
 
 
 def test_the_other_weights_have_the_dtype_asked_for(tmp_path: Path) -> None:
