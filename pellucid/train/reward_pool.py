@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ START_SECONDS = 120.0
 
 GRACE_SECONDS = 0.2
 """From the end of a worker's output to that of the worker."""
+TOLD_AHEAD = 16
+"""Completions that a worker is asked about at once: it waits for nobody among them, and others find work where it is slow."""
 
 
 class Judged(NamedTuple):
@@ -66,9 +68,10 @@ class RewardPool:
         Raises:
             TrainingError: a reward raised, hung, died or returned no finite number; names it and the completion.
         """
-        asked = [(i, reward) for i in range(len(items)) for reward in range(len(self.rewards))]
-        values = list(self._threads.map(lambda pair: self._ask(items[pair[0]], pair[1]), asked))
         width = len(self.rewards)
+        asked = [(item, reward) for item in items for reward in range(width)]
+        parts = [asked[i : i + TOLD_AHEAD] for i in range(0, len(asked), TOLD_AHEAD)]
+        values = [value for part in self._threads.map(self._ask, parts) for value in part]
         return [values[i * width : (i + 1) * width] for i in range(len(items))]
 
     def close(self) -> None:
@@ -87,14 +90,19 @@ class RewardPool:
             worker.end()
         self._workers.clear()
 
-    def _ask(self, item: Judged, reward: int) -> float:
+    def _ask(self, asked: Sequence[tuple[Judged, int]]) -> list[float]:
+        """The worth of some completions, each by one reward, from one worker."""
         worker = self._free.get()
+        values: list[float] = []
         said: dict[str, Any] | None = None
         status = None
         try:
-            said = worker.ask({"reward": reward, **item._asdict()})
+            for said in worker.ask([{"reward": reward, **item._asdict()} for item, reward in asked]):
+                if said is None or "value" not in said:
+                    break
+                values.append(float(said["value"]))
         finally:
-            if said is None:
+            if len(values) < len(asked):  # what it was to say of the others would be taken for later replies
                 status = worker.end()
                 self._workers.remove(worker)
                 if not self._closing:
@@ -102,8 +110,9 @@ class RewardPool:
                     self._workers.append(worker)
                     worker.greet()
             self._free.put(worker)
-        if said is not None and "value" in said:
-            return float(said["value"])
+        if len(values) == len(asked):
+            return values
+        item, reward = asked[len(values)]
         late = f"did not return within {self.timeout_s:g} s"
         died = late if status in (None, -signal.SIGALRM) else f"ended its process, with status {status}"
         what = said["error"] if said is not None else died
@@ -129,38 +138,39 @@ class _Worker:
 
     def greet(self) -> None:
         pool = self.pool
-        said = self.ask(
-            {"path": sys.path, "plugins": pool.plugins, "rewards": pool.rewards, "timeout_s": pool.timeout_s},
-            START_SECONDS,
-        )
+        first = {"path": sys.path, "plugins": pool.plugins, "rewards": pool.rewards, "timeout_s": pool.timeout_s}
+        (said,) = self.ask([first], START_SECONDS)
         if said is None or "error" in said:
             what = said["error"] if said is not None else "the process ended before it had imported them"
             raise ConfigError(f"strategy.rewards {', '.join(pool.rewards)} cannot be used: {what}")
 
-    def ask(self, message: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any] | None:
-        """The reply; None where there is none in time."""
+    def ask(
+        self, messages: Sequence[dict[str, Any]], timeout_s: float | None = None
+    ) -> Iterator[dict[str, Any] | None]:
+        """The reply to each message; None, and nothing more, where there is none in time after the one before."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        end = time.monotonic() + (timeout_s or self.pool.timeout_s + 1.0)  # the worker's own alarm comes first
+        timeout_s = timeout_s or self.pool.timeout_s + 1.0  # the worker's own alarm comes first
         self.busy = True
         try:
-            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+            self.process.stdin.write(b"".join(json.dumps(message).encode() + b"\n" for message in messages))
             self.process.stdin.flush()
             with selectors.DefaultSelector() as selector:
                 selector.register(self.process.stdout, selectors.EVENT_READ)
-                while b"\n" not in self._rest:
-                    if not selector.select(max(0.0, end - time.monotonic())):
-                        return None
-                    data = os.read(self.process.stdout.fileno(), 65536)
-                    if not data:
-                        return None
-                    self._rest += data
+                for _ in messages:
+                    end = time.monotonic() + timeout_s
+                    while b"\n" not in self._rest:
+                        ready = selector.select(max(0.0, end - time.monotonic()))
+                        data = os.read(self.process.stdout.fileno(), 65536) if ready else b""
+                        if not data:
+                            yield None
+                            return
+                        self._rest += data
+                    line, _, self._rest = self._rest.partition(b"\n")
+                    yield json.loads(line)
         except OSError:
-            return None
+            yield None
         finally:
             self.busy = False
-        line, _, self._rest = self._rest.partition(b"\n")
-        reply: dict[str, Any] = json.loads(line)
-        return reply
 
     def end(self) -> int | None:
         """Its exit status; None where it had to be killed."""

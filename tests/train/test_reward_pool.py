@@ -19,6 +19,10 @@ def length(prompt, completion, record):
 def where(prompt, completion, record):
     return os.getpid()
 
+def slow(prompt, completion, record):
+    time.sleep(0.12)
+    return 1
+
 def bad(prompt, completion, record):
     if completion == "raise":
         raise ValueError("no such unit")
@@ -91,6 +95,24 @@ def test_a_reward_that_fails_is_named_with_the_completion(pool, completion, word
         one.score([Judged("a prompt", completion, {})])
     assert f"reward worth_of_tests:bad {words}" in str(error.value) and f"'{completion}'" in str(error.value)
     assert one.score([Judged("", "fine", {})]) == [[1.0]], "there is a worker again"
+
+
+@pytest.mark.parametrize("what", ["raise", "die", "nan"])
+def test_what_was_asked_behind_a_failure_is_forgotten(pool, what):
+    """Replies to completions of the failed call are not taken for those of the next one."""
+    one = pool("worth_of_tests:bad", "worth_of_tests:length")
+    items = [Judged("", what if i == 5 else "x" * i, {"plus": 0}) for i in range(40)]
+    with pytest.raises(TrainingError, match=f"worth_of_tests:bad .* completion '{what}'"):
+        one.score(items)
+    assert one.score(items[6:]) == [[1.0, float(i)] for i in range(6, 40)]
+
+
+def test_each_completion_has_the_time_of_its_own(pool):
+    """Many in a row may take longer than one may."""
+    one = pool("worth_of_tests:slow", timeout_s=0.5)
+    began = time.monotonic()
+    assert one.score([Judged("", "", {})] * 20) == [[1.0]] * 20
+    assert time.monotonic() - began > 2
 
 
 def test_a_reward_that_hangs_is_ended_in_time_and_its_process_too(pool):
