@@ -10,6 +10,7 @@ from pellucid.data.samples.arithmetic import is_held_out, two_digit_problems
 from pellucid.inference import SamplingParams, engine_for
 from pellucid.inference.request import Request
 from pellucid.model import Transformer
+from pellucid.parallel import comm
 from pellucid.text import decode, encode_prompt
 from pellucid.tokenizer import Tokenizer
 from pellucid.train.callbacks import Callback, StepInfo, StopTraining
@@ -125,7 +126,11 @@ class WatchAccuracy(Callback):
             raise StopTraining(f"{share:.0%} of {len(self.problems)} validation problems are right")
 
     def _look(self, trainer: Trainer, step: int) -> float:
+        """The share on all ranks, each of which answers some of the problems. ★"""
         assert trainer.setup.tokenizer is not None
-        share = share_right(self.problems, answers_to(self.problems, trainer.model, trainer.setup.tokenizer))
+        mine = self.problems[comm.rank() :: comm.world_size()]
+        answers = answers_to(mine, trainer.model, trainer.setup.tokenizer)
+        num_right = comm.all_reduce([float(sum(map(right, mine, answers)))], tag="looks")[0]
+        share = num_right / len(self.problems)
         trainer.log({"event": "validation", "step": step, "exact_match": share})
         return share

@@ -68,7 +68,8 @@ class Score:
     """Share of the held-out problems whose likeliest answer is right."""
     steps: int
     token_passes: int
-    """Tokens through a forward, a backward counting as two, answers drawn and a reference's forwards included."""
+    """Tokens through a forward, a backward counting as two, answers drawn and a reference's forwards included; what answers of
+    a micro-batch begin with alike goes through once."""
     seconds: float
     """Of optimizer steps, drawing included."""
 
@@ -196,7 +197,7 @@ class _Flow:
         if not (run / "model" / "config.json").is_file():
             here: dict[str, Any] = {
                 "train.out": str(run), "train.init": str(init), "data.path": str(data), "train.seed": self.seed,
-            } | ({"parallel.mode": "ddp"} if (os.cpu_count() or 1) >= NUM_RANKS > 1 else {})  # fmt: skip
+            } | ({"parallel.mode": "zero1"} if (os.cpu_count() or 1) >= NUM_RANKS > 1 else {})  # fmt: skip
             file = CONFIGS / f"{name.removeprefix('further-')}.toml"
             config = load_config(file, here | SHORTER | (settings or {}), base_model=read_config(init))
             watch: Callback = WatchAccuracy(self.problems.validation, every=LOOK_EVERY[name], stop_at=stop_at)
@@ -260,6 +261,7 @@ def _cost(run: Path) -> tuple[int, int, float]:
         passes += tokens // (config.train.epochs or 1)
     if config.strategy.name == "grpo":
         drawn = sum(round(line["answers"] * line["response_tokens"]) for line in lines if line["event"] == "rollout")
+        computed = sum(round(line["sequences"] * line["computed_tokens"]) for line in steps)
+        passes = (4 if options.kl_coef else 3) * computed
         passes += drawn + (tokens - drawn) // options.completions  # a prompt is read once for its answers
-        passes += tokens if options.kl_coef else 0
     return len(steps), passes, sum(line["seconds"] for line in steps)

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pellucid.model.attention import Attend
+
 EXPLICIT_MAX_TOKENS = 512
 """Longest row for which bfloat16 attention is written out where that is asked for; longer ones use the fused kernel.
 
@@ -59,6 +61,54 @@ class WindowAttend:
         if self.written_out and q.dtype == torch.bfloat16 and tokens <= EXPLICIT_MAX_TOKENS:
             return explicit_attention(q, k, v, mask, scale)
         return fused_attention(q, k, v, mask, scale)
+
+
+def rows_of_documents(documents: Tensor) -> tuple[Tensor, Tensor] | None:
+    """``rows`` and ``places`` of `RowsAttend`, a row for each document; None where that saves less than half of the scores.
+
+    Args:
+        documents: ids ``[B, T]``, a document is a run of equal ids in a row. Those below 0 are padding, which nobody looks at.
+    """
+    count, tokens = documents.shape
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    starts = begins.flatten().nonzero()[:, 0]
+    lengths = starts.diff(append=starts.new_tensor([count * tokens]))
+    real = documents.flatten()[starts] >= 0
+    starts, lengths = starts[real], lengths[real]
+    longest = int(lengths.max()) if len(lengths) else 0
+    if (
+        not longest
+        or 2 * len(lengths) * longest**2 > count * tokens**2
+        or len(lengths) * longest > 1.5 * count * tokens
+    ):
+        return None
+    index = torch.arange(longest, device=documents.device)
+    inside = index < lengths[:, None]
+    rows = starts[:, None] + index.where(inside, 0)
+    places = torch.zeros(count * tokens, dtype=torch.int64, device=documents.device)
+    places[rows[inside]] = inside.flatten().nonzero()[:, 0]
+    return rows, places
+
+
+class RowsAttend:
+    """An `Attend` for tokens ``[..., H, d]`` in any layout, by one for rows ``[R, T, H, d]`` that they are looked up in.
+
+    Args:
+        rows: int64 ``[R, T]``, which of the flattened tokens stands at each place; one may stand in several rows that begin alike.
+        places: int64, of each of the flattened tokens one place in the flattened rows.
+    """
+
+    def __init__(self, attend: Attend, rows: Tensor, places: Tensor) -> None:
+        self.attend, self.rows, self.places = attend, rows, places
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+        layout = q.shape[:-2]
+        q, k, v = (
+            x.flatten(0, -3).index_select(0, self.rows.flatten()).unflatten(0, self.rows.shape) for x in (q, k, v)
+        )
+        out = self.attend(layer, q, k, v, scale=scale).flatten(0, 1).index_select(0, self.places)
+        return out.unflatten(0, layout)
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from pellucid.config import ModelConfig
 from pellucid.errors import ConfigError
-from pellucid.model.attend import WindowAttend
+from pellucid.model.attend import RowsAttend, WindowAttend, rows_of_documents
 from pellucid.model.attention import Attend, Attention, KVSpec
-from pellucid.model.canonical import CanonicalAttend
+from pellucid.model.canonical import MATMUL_ROWS, CanonicalAttend
 from pellucid.model.layers import RMSNorm
 from pellucid.model.mla import LatentAttention
 from pellucid.model.mlp import SwiGLU
@@ -24,7 +24,7 @@ from pellucid.model.rope import Rotary
 
 
 class ModelOutput(NamedTuple):
-    """Logits ``[..., V]`` of the next token, and the normed hidden states ``[..., D]`` that they come from.
+    """Logits ``[..., V]`` of the next token, or ``[n, V]`` of n chosen ones, and the normed hidden states ``[..., D]`` of all.
 
     Of each layer with a mixture of E experts, in order: the router's probabilities ``[..., E]`` and the experts that tokens
     went to ``[..., K]``.
@@ -116,15 +116,17 @@ class Transformer(nn.Module):
         *,
         rope_length: int | Tensor | None = None,
         embedding_noise: Tensor | None = None,
+        at: Tensor | None = None,
     ) -> ModelOutput:
         """Logits for ids ``[B, T]``, or packed ``[N]``; arguments as in `forward_hidden`.
 
         Args:
             embedding_noise: ``[..., D]``, added to the embeddings of the tokens.
+            at: ``[n]`` int64, the places in the flattened tokens after which logits are wanted; None: after each.
         """
         hidden, routings = self._decode(tokens, positions, attend, rope_length, embedding_noise)
         probs, chosen = (tuple(each) for each in zip(*routings, strict=True)) if routings else ((), ())
-        return ModelOutput(self.head(hidden), hidden, probs, chosen)
+        return ModelOutput(self.head(hidden) if at is None else self._head_at(hidden, at), hidden, probs, chosen)
 
     def forward_hidden(
         self,
@@ -179,6 +181,12 @@ class Transformer(nn.Module):
         logits: Tensor = self.lm_head(hidden)
         return logits
 
+    def _head_at(self, hidden: Tensor, at: Tensor) -> Tensor:
+        """Logits ``[n, V]`` of some hidden states; few of them get zeros beside them, or their bits depended on their number."""
+        rows = hidden.flatten(0, -2).index_select(0, at)
+        missing = max(0, MATMUL_ROWS - len(rows))
+        return self.head(F.pad(rows, (0, 0, 0, missing)))[: len(rows)] if missing else self.head(rows)
+
     def make_attend(self, document_ids: Tensor | None = None, *, written_out: bool | None = None) -> Attend:
         """The attention of whole rows ``[B, T]``, for one batch: causal, inside each document only.
 
@@ -191,8 +199,11 @@ class Transformer(nn.Module):
             written_out = torch.compiler.is_compiling()
         if self.config.attend == "canonical":
             return CanonicalAttend(self.layer_windows(), document_ids)
-        if document_ids is not None and not torch.compiler.is_compiling() and not _splits_rows(document_ids):
-            document_ids = None
+        if document_ids is not None and not torch.compiler.is_compiling():
+            if not _splits_rows(document_ids):
+                document_ids = None
+            elif (apart := rows_of_documents(document_ids)) is not None:  # many short ones
+                return RowsAttend(WindowAttend(self.layer_windows(), written_out=written_out), *apart)
         return WindowAttend(self.layer_windows(), document_ids, written_out=written_out)
 
     def layer_windows(self) -> tuple[int | None, ...]:

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pellucid.data.record_rows import RowTable, padded_length
+from pellucid.data.record_rows import RowTable
 from pellucid.data.records import RolloutBatch
 from pellucid.train.grpo_losses import Advantage, group_advantages
+from pellucid.train.prefixes import Prefixes, find_prefixes
 
 SCORES = ("sampler", "trainer", "old", "reference")
 """Log-probabilities that an answer may have, each a list over its learnt tokens, empty where unknown."""
@@ -68,6 +69,8 @@ class ExperienceBatch:
     trainer: Tensor | None
     old: Tensor | None
     reference: Tensor | None
+    prefixes: Prefixes
+    """Of the rows."""
     scale: float
     """Multiplies sums over tokens; makes of the step's sequences its tokens where those divide."""
 
@@ -91,7 +94,7 @@ class ExperienceBatch:
         moved: dict[str, Any] = {
             f.name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)
         }
-        return replace(self, rollout=self.rollout.to(device), **moved)
+        return replace(self, rollout=self.rollout.to(device), prefixes=self.prefixes.to(device), **moved)
 
 
 def stored_answers(batch: RolloutBatch) -> list[Answer]:
@@ -117,14 +120,10 @@ def compare(answers: Sequence[Answer], variant: Advantage) -> None:
         answer.advantage = advantage
 
 
-def experience(answers: Sequence[Answer], *, context: int, scale: float) -> ExperienceBatch:
-    """Answers as rows, or one empty row where there is none.
-
-    Args:
-        context: the longest row.
-    """
+def experience(answers: Sequence[Answer], *, scale: float) -> ExperienceBatch:
+    """Answers as rows as long as the longest, or one empty row where there is none."""
     rows = [(np.array(a.ids, np.int64), np.array(a.learnt, bool)) for a in answers]
-    table = RowTable(max(len(rows), 1), padded_length(rows, context))
+    table = RowTable(max(len(rows), 1), max((len(a.ids) - 1 for a in answers), default=1))
     for row, (ids, learnt) in enumerate(rows):
         table.put(row, [(answers[row].group, ids, learnt)])
     tensors = table.tensors()
@@ -139,7 +138,8 @@ def experience(answers: Sequence[Answer], *, context: int, scale: float) -> Expe
     )
     scores = {name: _spread(answers, name, mask) for name in SCORES}
     advantages = torch.tensor([a.advantage for a in answers] or [0.0], dtype=torch.float32)
-    return ExperienceBatch(rollout, advantages, **scores, scale=scale)
+    prefixes = find_prefixes(rollout.tokens, rollout.document_ids >= 0)
+    return ExperienceBatch(rollout, advantages, **scores, prefixes=prefixes, scale=scale)
 
 
 def _spread(answers: Sequence[Answer], name: str, mask: Tensor) -> Tensor | None:
@@ -152,10 +152,11 @@ def _spread(answers: Sequence[Answer], name: str, mask: Tensor) -> Tensor | None
     return out
 
 
-def keep_scores(answers: Iterable[Answer], name: str, values: Tensor, mask: Tensor) -> None:
-    """Write down a score ``[R, T]`` of the rows that `experience` made of ``answers``."""
-    for answer, row, where in zip(answers, values.float().cpu(), mask.cpu(), strict=False):
-        setattr(answer, name, row[where].tolist())
+def keep_scores(answers: Sequence[Answer], name: str, values: Tensor) -> None:
+    """Write down a score ``[n]`` of the learnt tokens of ``answers``, one answer behind the other."""
+    parts = values.float().cpu().split([answer.num_learnt for answer in answers])
+    for answer, part in zip(answers, parts, strict=True):
+        setattr(answer, name, part.tolist())
 
 
 def summary(answers: Sequence[Answer], names: Sequence[str]) -> dict[str, float]:

@@ -16,9 +16,9 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, loss_mask: Tensor, *, lab
     """Summed next-token loss in nats over the supervised positions; zero, with zero gradient, where there are none.
 
     Args:
-        logits: ``[B, T, V]``, any float type; the softmax is computed in float32 or wider.
-        targets: ``[B, T]`` int64.
-        loss_mask: ``[B, T]`` bool, the supervised positions.
+        logits: ``[..., V]``, any float type; the softmax is computed in float32 or wider.
+        targets: ``[...]`` int64.
+        loss_mask: ``[...]`` bool, the supervised positions.
         label_smoothing: share of the target mass spread evenly over the vocabulary, in [0, 1).
 
     Source:

@@ -25,6 +25,7 @@ from pellucid.parallel.fingerprint import weights_sha256
 from pellucid.train.forward import predict
 from pellucid.train.losses import response_log_probs
 from pellucid.train.precision import autocast
+from pellucid.train.prefixes import Prefixes
 from pellucid.train.ranks import of_first_rank, on_first_rank
 from pellucid.train.run_folder import replace_text
 
@@ -76,14 +77,20 @@ class Reference:
             return response_log_probs(logits, batch.targets, batch.loss_mask)
 
     @torch.no_grad()
-    def logits(self, batch: Batch | PreferenceBatch | RolloutBatch) -> Tensor:
-        """What the reference says of each position, ``[R, T, V]``. ★ modes that shard weights."""
+    def logits(
+        self,
+        batch: Batch | PreferenceBatch | RolloutBatch,
+        *,
+        at: Tensor | None = None,
+        prefixes: Prefixes | None = None,
+    ) -> Tensor:
+        """What the reference says of each position, ``[R, T, V]``, or as in `predict` ``[n, V]``. ★ modes that shard weights."""
         trains = self.model.training
         self.model.eval()
         try:
             bare = without_adapter(self.model) if self.owned else nullcontext()
             with autocast(self.setup.device, self.setup.dtype), bare:
-                return predict(self.model, batch).logits
+                return predict(self.model, batch, at=at, prefixes=prefixes).logits
         finally:
             self.model.train(trains)
 

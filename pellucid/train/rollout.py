@@ -24,8 +24,10 @@ NUM_PROMPTS = 4
 TEXT_PROMPT_TOKENS = 16
 """Of a text, where nothing says how far the prompt goes."""
 NEW_TOKENS = 64
-
-
+DRAWN_LOGITS = 2**23
+"""How many are looked at together at most, where that is more than `RUNNING` answers: drawing holds some copies of them."""
+RUNNING = 64
+"""Answers that are drawn together at least; an engine's usual number."""
 PAGE_TOKENS = 16
 """A block of the cache of rollouts, which are often short."""
 
@@ -87,9 +89,11 @@ def answer_prompts(
     dtype = model.model.embed_tokens.weight.dtype
     needed_gb = (blocks + 1) * PAGE_TOKENS * bytes_per_token(model.kv_specs(), dtype) / 1e9
     with autocast(setup.device, setup.dtype):
+        together = max(RUNNING, min(num * len(prompts), DRAWN_LOGITS // model.config.vocab_size))
         engine = Engine(
-            model, kv_gb=min(kv_gb, needed_gb), page_size=PAGE_TOKENS, exact=model.config.attend == "canonical"
-        )
+            model, kv_gb=min(kv_gb, needed_gb), page_size=PAGE_TOKENS, exact=model.config.attend == "canonical",
+            max_running=together,
+        )  # fmt: skip
         results = engine.generate([prompt for _, prompt in prompts], params)
     failed = next((result.error for result in results if result.finish_reason == "error"), None)
     if failed is not None:

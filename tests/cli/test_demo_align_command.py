@@ -5,17 +5,20 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pages import Page
 from small_models import make_folder, make_tokenizer
+from support import run_ranks
 
 from pellucid.checkpoint.model_folder import load_model
 from pellucid.cli import align_problems, demo_align, main
 from pellucid.cli.align_problems import answers_to, divide, pairs, share_right
 from pellucid.data.record_files import RecordData
 from pellucid.data.samples.arithmetic import is_held_out, two_digit_problems
+from pellucid.train.callbacks import StopTraining
 
 LAST_LINE = re.compile(r"accuracy: sft (\d\.\d\d) -> grpo (\d\.\d\d) \((\d+) held-out problems, seed (\d+)\)\n\Z")
 STAGES = ("sft", "dpo", "grpo", "further-sft")
@@ -144,6 +147,32 @@ def test_right_answers_make_no_pair_and_shares_count(tmp_path: Path, monkeypatch
     found = pairs(problems, model, make_tokenizer(), 0)
     assert [pair["prompt"] for pair in found] == [problems[i]["prompt"] for i in (2, 4)]
     assert [int(pair["rejected"]) - int(pair["chosen"]) for pair in found] == [1, 1]
+
+
+def test_ranks_divide_the_problems_of_a_look_and_all_know_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of seven problems, of which the first rank has four, every third is answered rightly."""
+    problems = parts(0).train[:7]
+    rightly = {problem["prompt"]: problem["answer"] for problem in problems[::3]}
+
+    def look() -> Any:
+        asked: list[str] = []
+
+        def answer(mine: Any, *_: Any) -> list[str]:
+            asked.extend(problem["prompt"] for problem in mine)
+            return [rightly.get(problem["prompt"], "no") for problem in mine]
+
+        monkeypatch.setattr(align_problems, "answers_to", answer)
+        logged: list[Any] = []
+        trainer: Any = SimpleNamespace(setup=SimpleNamespace(tokenizer=1), model=None, log=logged.append)
+        watch = align_problems.WatchAccuracy(problems, every=2, stop_at=3 / 7)
+        info: Any = SimpleNamespace(step=4, total_steps=9)
+        with pytest.raises(StopTraining, match="43% of 7"):
+            watch.on_optimizer_step(trainer, info)
+        return [asked, logged]
+
+    (first, logged), (second, also) = run_ranks(look, 2)
+    assert logged == also == [{"event": "validation", "step": 4, "exact_match": 3 / 7}]
+    assert len(first) == 4 and sorted(first + second) == sorted(problem["prompt"] for problem in problems)
 
 
 @pytest.mark.slow

@@ -34,18 +34,23 @@ def answers():
 def test_rows_hold_each_token_once_with_its_score_at_its_target():
     mine = answers()
     compare(mine, "dr_grpo")
-    batch = experience(mine, context=64, scale=2.0)
-    assert batch.rollout.tokens.shape == (3, 16) and batch.scale == 2.0
+    batch = experience(mine, scale=2.0)
+    assert batch.rollout.tokens.shape == (3, 3) and batch.scale == 2.0
     assert batch.rollout.tokens[0, :3].tolist() == [1, 2, 3] and batch.rollout.targets[0, :3].tolist() == [2, 3, 4]
     assert batch.loss_mask.nonzero().tolist() == [[0, 1], [0, 2], [1, 0]]
-    assert batch.sampler[0, :4].tolist() == [0.0, -THIRD, -1.0, 0.0] and batch.old[1, 0] == -2.5
+    assert batch.sampler[0].tolist() == [0.0, -THIRD, -1.0] and batch.old[1, 0] == -2.5
     assert batch.trainer is None and batch.reference is None
     assert batch.advantages.tolist() == [0.5, 0.0, -0.5] and batch.rollout.rewards.tolist() == [1.5, 0.0, 0.5]
     assert batch.sample_ids.tolist() == [7, 2, 7] and (batch.document_ids[0] >= 0).sum() == 3
 
 
+def test_rows_are_as_long_as_the_longest():
+    mine = [Answer(0, [1] * n, [False] + [True] * (n - 1), [0.0], True) for n in (20, 3)]
+    assert experience(mine, scale=1.0).rollout.tokens.shape == (2, 19)
+
+
 def test_no_answers_are_one_empty_row():
-    batch = experience([], context=64, scale=1.0)
+    batch = experience([], scale=1.0)
     assert batch.sample_ids.tolist() == [-1] and not batch.loss_mask.any() and batch.old is None
 
 
@@ -86,9 +91,11 @@ def test_stored_rollouts_become_the_rows_that_they_were():
     mine = stored_answers(batch)
     assert [a.ids for a in mine] == [[1, 2, 3, 4, 5], [1, 2, 6]] and mine[0].learnt == [False, False, True, False, True]
     assert mine[0].old == [-1.0, -3.0] and [a.reward for a in mine] == [1.0, 0.0]
-    rows = experience(mine, context=64, scale=1.0).rollout
+    rows = experience(mine, scale=1.0).rollout
     for name in ("tokens", "targets", "response_mask", "positions", "document_ids"):
-        assert torch.equal(getattr(rows, name), getattr(batch, name)[:2]), name
+        stored = getattr(batch, name)
+        assert torch.equal(getattr(rows, name), stored[:2, :4]), name
+        assert not (stored[:2, 4:] + (name == "document_ids")).any(), "only what fills up is left out"
 
 
 def test_the_summary_by_hand():

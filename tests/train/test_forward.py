@@ -3,11 +3,13 @@
 import pytest
 import torch
 from support import TINY
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pellucid.config import ModelConfig
 from pellucid.data.batches import Batch
 from pellucid.model import Transformer, attend
-from pellucid.train.forward import WRITTEN_OUT_TOKENS, predict
+from pellucid.model.attend import RowsAttend, WindowAttend
+from pellucid.train.forward import WRITTEN_OUT_TOKENS, places, predict, spread
 from pellucid.train.precision import autocast
 
 CPU = torch.device("cpu")
@@ -87,3 +89,58 @@ def test_what_one_document_says_changes_nothing_in_the_next():
             "targets", "loss_mask", "positions", "document_ids", "sample_ids", "packed")])).logits  # fmt: skip
     assert not torch.equal(before[:, :16], after[:, :16])
     assert torch.equal(before[:, 16:], after[:, 16:])
+
+
+@pytest.mark.parametrize("attend", ["sdpa", "canonical"])
+@pytest.mark.parametrize("num", [0, 1, 3, 40])
+def test_logits_at_some_places_are_those_of_all_places_there(attend, num):
+    """To the bit, and with the same gradients; the head computes no others (at least 16)."""
+    model, batch = model_of(attend=attend), batch_of(48, 1)
+    mask = torch.zeros(96, dtype=torch.bool)
+    mask[torch.randperm(96, generator=torch.Generator().manual_seed(3))[:num]] = True
+    mask = mask.view(2, 48)
+    weights = torch.randn(num, 61, generator=torch.Generator().manual_seed(4))
+    every = predict(model, batch).logits
+    wanted = torch.autograd.grad((every[mask] * weights).sum(), list(model.parameters()))
+    rows = []
+    given = model.head
+    model.head = lambda hidden: rows.append(len(hidden)) or given(hidden)
+    at = places(mask)
+    some = predict(model, batch, at=at).logits
+    assert rows == [max(16, num)] and torch.equal(some, every[mask])
+    for mine, theirs in zip(torch.autograd.grad((some * weights).sum(), list(model.parameters())), wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    back = spread(some[:, 0], at, mask)
+    assert torch.equal(back, every[..., 0].where(mask, 0))
+
+
+def test_without_values_and_in_a_compiled_graph_all_places_count():
+    mask = torch.tensor([[True, False, True], [False, False, False]])
+    assert places(mask).tolist() == [0, 2]
+    with FakeTensorMode():
+        assert places(torch.zeros(2, 3, dtype=torch.bool)).shape == (6,)
+    compiled = torch.compile(places, dynamic=False, backend="eager", fullgraph=True)
+    assert compiled(mask).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_many_short_documents_are_attended_each_in_a_row_of_its_own(window):
+    """With the outputs and gradients of the masked rows, where those see the whole window of 48 tokens; padding aside."""
+    model, batch = model_of(sliding_window=window), batch_of(48, 6)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(5)  # drawn so small, tokens hardly look at each other
+    documents = batch.document_ids.clone()
+    documents[1, 40:] = -1
+    seen, weights = [], torch.randn(2, 48, 61, generator=torch.Generator().manual_seed(4))
+    apart = model.make_attend(documents)
+    masked = WindowAttend(model.layer_windows(), documents)
+    for attend_ in (apart, masked):
+        logits = model(batch.tokens, batch.positions, attend_).logits.where((documents >= 0)[..., None], 0)
+        seen.append([logits, *torch.autograd.grad((logits * weights).sum(), list(model.parameters()))])
+    assert isinstance(apart, RowsAttend) and apart.rows.shape == (11, 8)
+    for ours, theirs in zip(*seen, strict=True):
+        assert theirs.norm() > 0
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    assert isinstance(model.make_attend(torch.arange(48)[None] // 47), WindowAttend)

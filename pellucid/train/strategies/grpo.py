@@ -31,7 +31,7 @@ from pellucid.train.experience import (
     to_bytes,
     to_tensors,
 )
-from pellucid.train.forward import bare_model, predict
+from pellucid.train.forward import bare_model, places, predict, spread
 from pellucid.train.grpo_losses import (
     Denominator,
     clipped_policy_loss,
@@ -41,6 +41,7 @@ from pellucid.train.grpo_losses import (
     token_log_probs,
 )
 from pellucid.train.precision import autocast
+from pellucid.train.prefixes import all_apart
 from pellucid.train.ranks import on_every_rank
 from pellucid.train.reference import Reference
 from pellucid.train.reward_pool import Judged, RewardPool
@@ -71,10 +72,11 @@ class Grpo:
         self.options = options
         self.updates = options.updates
         self.rows_each = options.completions
-        self.metrics = ("reward", "clip_fraction", "entropy", "kl_sampler", *(("kl",) if options.kl_coef else ()))
-        """Means over answers; of all but the reward over the mean of each answer's tokens, or over all tokens alike with
+        tokens = ("clip_fraction", "entropy", "kl_sampler", *(("kl",) if options.kl_coef else ()))
+        self.metrics = ("reward", "computed_tokens", *tokens)
+        """Means over answers; of all but the first two over the mean of each answer's tokens, or over all tokens alike with
         denominator "token". ``kl`` is of the policy from the reference, ``kl_sampler`` of the sampler from the trainer's forward
-        over its answers."""
+        over its answers. ``computed_tokens`` went through the model: what several rows of a batch begin with counts once."""
         self._setup: Setup | None = None
         self._reference: Reference | None = None
         self._pool: RewardPool | None = None
@@ -126,12 +128,12 @@ class Grpo:
             return batch
         answers = stored_answers(batch) if isinstance(batch, RolloutBatch) else self._draw(batch, step, best=True)
         compare(answers, self.options.advantage)
-        rows = experience(answers, context=self._context(), scale=1.0)
+        rows = experience(answers, scale=1.0)
         if self._reference is not None:
-            keep_scores(answers, "reference", self._reference_scores(rows), rows.loss_mask)
+            keep_scores(answers, "reference", self._reference_scores(rows))
         if self._online and self.options.temperature != 1:
             self._keep_trainer_scores(answers, rows)
-        return experience(answers, context=self._context(), scale=1.0).to(batch.group_ids.device)
+        return experience(answers, scale=1.0).to(batch.group_ids.device)
 
     def take(self, answers: Sequence[Answer]) -> None:
         """Learn from these answers, of all ranks, until others come."""
@@ -163,12 +165,15 @@ class Grpo:
             group_ids=batch.sample_ids.repeat(num), old_logprobs=None,
         )  # fmt: skip
         reference = zeros if self.options.kl_coef else None
-        return ExperienceBatch(rollout, zeros[:, 0], zeros, zeros, zeros, reference, 1.0)
+        prefixes = all_apart(rollout.tokens, rollout.positions)
+        return ExperienceBatch(rollout, zeros[:, 0], zeros, zeros, zeros, reference, prefixes, 1.0)
 
     def _loss(self, model: Transformer, batch: ExperienceBatch, denominator: Denominator) -> LossOutput:
         options, rollout, mask = self.options, batch.rollout, batch.loss_mask
-        output = predict(model, rollout)
-        log_probs = token_log_probs(output.logits, rollout.targets, temperature=options.temperature)
+        at = places(mask)
+        output = predict(model, rollout, at=at, prefixes=batch.prefixes)
+        said = token_log_probs(output.logits, rollout.targets.flatten()[at], temperature=options.temperature)
+        log_probs = spread(said, at, mask)
         now = log_probs.detach()
         losses, cut = clipped_policy_loss(
             log_probs, now if batch.old is None else batch.old, batch.advantages, mask,
@@ -176,7 +181,7 @@ class Grpo:
         )  # fmt: skip
         tokens = {
             "clip_fraction": cut.to(now.dtype),
-            "entropy": token_entropies(output.logits, temperature=options.temperature),
+            "entropy": spread(token_entropies(output.logits, temperature=options.temperature), at, mask),
             "kl_sampler": torch.zeros_like(now),
         }
         if batch.sampler is not None:
@@ -190,7 +195,8 @@ class Grpo:
         metrics = {name: sum_tokens(values, mask, each, constant=1) * batch.scale for name, values in tokens.items()}
         total = sum_tokens(losses, mask, denominator, constant=options.max_tokens) * batch.scale
         routing = routing_sums(bare_model(model).config, output, rollout)
-        return LossOutput(total, {"reward": rollout.rewards.sum(), **metrics}, routing)
+        passed = torch.tensor(float(batch.prefixes.count), device=total.device)
+        return LossOutput(total, {"reward": rollout.rewards.sum(), "computed_tokens": passed, **metrics}, routing)
 
     # -- answers --------------------------------------------------------------------------------------------
 
@@ -236,7 +242,7 @@ class Grpo:
         if self.options.denominator == "token":
             everybodys = [answer for group in self.answers.values() for answer in group]
             scale = len(everybodys) / max(1, sum(answer.num_learnt for answer in everybodys))
-        return experience(self._of(batch), context=self._context(), scale=scale).to(batch.group_ids.device)
+        return experience(self._of(batch), scale=scale).to(batch.group_ids.device)
 
     def _of(self, batch: PromptBatch | RolloutBatch) -> list[Answer]:
         groups = [group for group in dict.fromkeys(batch.group_ids.tolist()) if group >= 0]
@@ -250,7 +256,7 @@ class Grpo:
         for batch in window:
             answers, rows = self._of(batch), self._rows(batch)
             if self._reference is not None:
-                keep_scores(answers, "reference", self._reference_scores(rows), rows.loss_mask)
+                keep_scores(answers, "reference", self._reference_scores(rows))
             if keeps:
                 self._keep_trainer_scores(answers, rows)
 
@@ -269,19 +275,23 @@ class Grpo:
         """Write down what the model says of rows now, and as the old policy's word unless there is one."""
         assert self._setup is not None
         setup, rollout = self._setup, rows.rollout.to(self._setup.device)
+        at = places(rollout.response_mask)
         with autocast(setup.device, setup.dtype):
-            logits = predict(setup.model, rollout).logits
-            now = token_log_probs(logits, rollout.targets, temperature=self.options.temperature)
-            as_sampled = token_log_probs(logits, rollout.targets) if self._online else now
-        keep_scores(answers, "trainer", as_sampled, rows.loss_mask)
+            logits = predict(setup.model, rollout, at=at, prefixes=rows.prefixes.to(setup.device)).logits
+            targets = rollout.targets.flatten()[at]
+            now = token_log_probs(logits, targets, temperature=self.options.temperature)
+            as_sampled = token_log_probs(logits, targets) if self._online else now
+        keep_scores(answers, "trainer", as_sampled)
         if rows.old is None:
-            keep_scores(answers, "old", now, rows.loss_mask)
+            keep_scores(answers, "old", now)
 
     def _reference_scores(self, rows: ExperienceBatch) -> Tensor:
+        """``[n]``, of what is learnt, row by row."""
         assert self._reference is not None and self._setup is not None
         rollout = rows.rollout.to(self._setup.device)
-        logits = self._reference.logits(rollout)
-        return token_log_probs(logits, rollout.targets, temperature=self.options.temperature)
+        at = places(rollout.response_mask)
+        logits = self._reference.logits(rollout, at=at, prefixes=rows.prefixes.to(self._setup.device))
+        return token_log_probs(logits, rollout.targets.flatten()[at], temperature=self.options.temperature)
 
     @torch.no_grad()
     def _refresh_reference(self, step: int) -> None:
@@ -292,10 +302,6 @@ class Grpo:
             assert self._setup is not None
             self._reference.model.load_state_dict(self._setup.model.state_dict())
             self.refreshed = True
-
-    def _context(self) -> int:
-        assert self._setup is not None, "begin() comes first"
-        return self._setup.config.data.context or self._setup.model.config.max_position_embeddings
 
     # -- what a checkpoint keeps ----------------------------------------------------------------------------
 

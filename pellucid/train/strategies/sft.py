@@ -10,7 +10,7 @@ from pellucid.data.batches import Batch
 from pellucid.errors import ConfigError
 from pellucid.model import Transformer
 from pellucid.registry import register
-from pellucid.train.forward import bare_model, predict
+from pellucid.train.forward import bare_model, places, predict
 from pellucid.train.losses import cross_entropy_sum, entropy_sum, neftune_noise
 from pellucid.train.routing import routing_sums
 from pellucid.train.strategies.base import LossOutput
@@ -78,7 +78,9 @@ class Sft:
         return self._loss(model, batch, None, 0.0)
 
     def _loss(self, model: Transformer, batch: Batch, noise: Tensor | None, label_smoothing: float) -> LossOutput:
-        output = predict(model, batch, noise)
-        loss = cross_entropy_sum(output.logits, batch.targets, batch.loss_mask, label_smoothing=label_smoothing)
-        metrics = {"entropy": entropy_sum(output.logits, batch.loss_mask)} if self.options.entropy else {}
+        at = places(batch.loss_mask)
+        output = predict(model, batch, noise, at=at)
+        targets, mask = batch.targets.flatten()[at], batch.loss_mask.flatten()[at]
+        loss = cross_entropy_sum(output.logits, targets, mask, label_smoothing=label_smoothing)
+        metrics = {"entropy": entropy_sum(output.logits, mask)} if self.options.entropy else {}
         return LossOutput(loss, metrics, routing_sums(bare_model(model).config, output, batch))

@@ -241,6 +241,30 @@ def test_answers_to_a_prompt_share_its_pages(prompts, monkeypatch):
     assert engines[0].stats().prefilled + engines[0].stats().reused == sum(lengths), "each prompt is computed once"
 
 
+def test_answers_are_drawn_together_as_far_as_their_logits_have_room(prompts, monkeypatch):
+    from pellucid.train import rollout
+
+    engines = []
+    monkeypatch.setattr(rollout, "Engine", lambda *a, **k: engines.append(Engine(*a, **k)) or engines[-1])
+    more = dict(train__steps=1, strategy__completions=16)
+    run(prompts, **more)
+    monkeypatch.setattr(rollout, "DRAWN_LOGITS", 70 * 259)
+    run(prompts, **more)
+    assert [engine.scheduler.max_running for engine in engines] == [96, 70]
+    assert engines[0].stats().forwards <= 6 < engines[1].stats().forwards, (
+        "the prompts, then five tokens of all answers"
+    )
+
+
+def test_only_what_is_learnt_has_logits(prompts, monkeypatch):
+    """In the update and of the reference: of 18 answers of some four tokens behind four of a prompt."""
+    seen, given = [], Transformer.head
+    monkeypatch.setattr(Transformer, "head", lambda model, hidden: seen.append(len(hidden)) or given(model, hidden))
+    trainer, _ = run(prompts, train__steps=1, train__micro_batch=6)
+    learnt = sum(a.num_learnt for group in trainer.setup.strategy.answers.values() for a in group)
+    assert 18 <= learnt <= 90 and seen[-2:] == [learnt, learnt]
+
+
 def test_what_rewards_are_given_is_what_was_said(prompts, tmp_path, monkeypatch):
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
     trainer, seen = run(prompts, train__steps=1, strategy__rewards=["grpo_rewards:seen", "grpo_rewards:same"])
@@ -311,8 +335,10 @@ STEP = dict(
 def outcome(prompts, **changes):
     trainer, seen = run(prompts, **(STEP | changes))
     answers = [[a.group, a.ids, a.reward] for group in trainer.setup.strategy.answers.values() for a in group]
-    logged = [value for info in seen.infos for value in (info.loss, *info.metrics.values())]
-    logged += [value for info in seen.validations for value in (info.loss, *info.metrics.values())]
+    infos = [*seen.infos, *seen.validations]
+    for info in infos:
+        info.metrics.pop("computed_tokens")  # what is shared within a micro-batch depends on its size
+    logged = [value for info in infos for value in (info.loss, *info.metrics.values())]
     return [whole_weights(trainer.setup.executor), logged, sorted(answers)]
 
 
