@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from pellucid.kernels import build, linear
+from pellucid.kernels import build, experts, linear
 
 VARIANTS = {
     "this processor": None,
@@ -22,7 +22,7 @@ def compiled(name, folder):
     path = folder / "kernels.so"
     if not path.exists():
         fixed = [f for f in build.FLAGS if f not in ("-march=native", "-O3")]
-        subprocess.run(["c++", "-O1", *fixed, *flags, "-shared", str(build.SOURCE), "-o", str(path)], check=True)
+        subprocess.run(["c++", "-O1", *fixed, *flags, "-shared", *map(str, build.SOURCES), "-o", str(path)], check=True)
     return build.load(path)
 
 
@@ -31,5 +31,6 @@ def using(library):
     """Everything calls it meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear, "library", lambda: library)
+        patch.setattr(experts, "library", lambda: library)
         patch.setattr("pellucid.inference.fused.library", lambda: library)
         yield

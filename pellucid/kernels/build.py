@@ -1,4 +1,4 @@
-"""Compiles kernels.cpp for this processor, keeps what came out, and loads it.
+"""Compiles the kernels for this processor, keeps what came out, and loads it.
 
 The library is linked with the OpenMP runtime that torch has loaded: with a second one, the threads of each would keep the
 other's from the cores.
@@ -21,7 +21,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "experts.cpp"))
+HEADER = Path(__file__).with_name("lanes.h")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fopenmp", "-fPIC")
 SWITCH = "PELLUCID_KERNELS"
 """Environment variable; "off": do without."""
@@ -60,9 +61,9 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
         except OSError:  # damaged
             path.unlink(missing_ok=True)
             found = load(_built())
-        from pellucid.kernels.linear import disagreement  # which itself calls what this loads
+        from pellucid.kernels import experts, linear  # which themselves call what this loads
 
-        if (wrong := disagreement(found)) is not None:
+        if (wrong := linear.disagreement(found) or experts.disagreement(found)) is not None:
             raise _Unavailable(f"{path} computes wrongly here: {wrong}; please report it")
     except (_Unavailable, OSError) as error:
         if _is_switched_off():
@@ -78,6 +79,8 @@ def load(path: Path) -> ctypes.CDLL:
     found = ctypes.CDLL(str(path))
     found.pellucid_linear.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
     found.pellucid_decode.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    found.pellucid_experts_forward.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    found.pellucid_experts_backward.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     found.pellucid_pairs.restype = ctypes.c_int64
     return found
 
@@ -104,7 +107,8 @@ def _built() -> Path:
         raise _Unavailable(f"there is no C++ compiler {compiler[0]!r}; install g++, or name one in CXX")
     runtime = _openmp_runtime()
     version = _run([*compiler, "--version"])
-    named = [SOURCE.read_text(encoding="utf-8"), *compiler, *FLAGS, version, str(runtime), _processor()]
+    sources = [path.read_text(encoding="utf-8") for path in (HEADER, *SOURCES)]
+    named = [*sources, *compiler, *FLAGS, version, str(runtime), _processor()]
     key = hashlib.sha256("\0".join(named).encode()).hexdigest()[:32]
     path = _folder() / f"{key}.so"
     if path.exists():
@@ -115,10 +119,12 @@ def _built() -> Path:
             if path.exists():
                 return path
             logger.warning("compiling kernels for this processor, once, some ten seconds, into %s", path)
-            object_, made = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
-            _run([*compiler, *FLAGS, "-c", str(SOURCE), "-o", str(object_)])
+            objects, made = [], Path(scratch) / "kernels.so"
+            for source in SOURCES:
+                objects.append(str(Path(scratch) / f"{source.stem}.o"))
+                _run([*compiler, *FLAGS, "-c", str(source), "-o", objects[-1]])
             # without -fopenmp, which would name the compiler's own runtime
-            _run([*compiler, "-shared", str(object_), str(runtime), "-o", str(made)])
+            _run([*compiler, "-shared", *objects, str(runtime), "-o", str(made)])
             whole = path.with_suffix(".new")  # one name, since who has the lock is alone: nothing piles up
             with open(whole, "wb") as file:
                 file.write(made.read_bytes())

@@ -6,12 +6,14 @@ K experts; those of one expert are neighbours.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from pellucid.kernels.experts import fits
 
 
 def mix(
@@ -19,13 +21,19 @@ def mix(
 ) -> Tensor:
     """Every token's experts, weighted and added up: ``[N, D]``, in x's type.
 
+    In float32 on the CPU by the kernel of `pellucid.kernels.experts`, else by torch's products.
+
     Args:
         x: ``[N, D]``, in the type to compute in.
         weights: ``[N, K]``.
         order: sorts the N K rows by expert.
         counts: rows of each expert.
-        min_rows: a product gets at least so many rows, by padding, so that its bits do not depend on how many there are.
+        min_rows: a product gets at least so many rows, by padding, so that its bits do not depend on how many there are; the
+            kernel's never do.
     """
+    if fits(x, experts):
+        by_kernel: Tensor = _MixByKernel.apply(x, weights, order, counts, *experts)  # type: ignore[no-untyped-call]
+        return by_kernel
     mixed: Tensor = _Mix.apply(x, weights, order, counts, min_rows, *experts)  # type: ignore[no-untyped-call]
     return mixed
 
@@ -264,11 +272,38 @@ class _Mix(torch.autograd.Function):
         grad_gate.copy_(torch.ops.aten.silu_backward(grad_inner.mul_(up), gate))
         wides = products.of_widen(grad_wide, x.index_select(0, token), dtype) if any(trained) else ()
         grad_x = add_up(products.widen_back(grad_wide), torch.ones_like(weights), order, slot)
-        of_experts: list[Tensor | None] = [None] * len(experts)
-        if any(trained):
-            of_experts[0::3], of_experts[1::3], of_experts[2::3] = wides[0::2], wides[1::2], downs
-            of_experts = [g if t else None for g, t in zip(of_experts, trained, strict=True)]
+        of_experts = _of_experts(wides, downs, trained)
         return (grad_x, grad_weights.view(weights.shape), None, None, None, *of_experts)
+
+
+class _MixByKernel(torch.autograd.Function):
+    """As `_Mix`, in one call. Saves the inputs and one ``[N K, 2 I]``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, order: Tensor, counts: list[int], *experts: Tensor) -> Tensor:
+        out, wide = torch.ops.pellucid.experts(x, weights, order, counts, experts)
+        ctx.save_for_backward(x, weights, order, wide, *experts)
+        ctx.counts = counts
+        return cast(Tensor, out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights, order, wide, *experts = ctx.saved_tensors
+        trained = ctx.needs_input_grad[4:]
+        grad_x, grad_weights, wides, downs = torch.ops.pellucid.experts_backward(
+            grad, x, weights, order, ctx.counts, experts, wide, any(trained)
+        )
+        of_experts = _of_experts(wides.unbind(), downs.unbind(), trained)
+        return (grad_x, grad_weights, None, None, *of_experts)
+
+
+def _of_experts(wides: Sequence[Tensor], downs: Sequence[Tensor], trained: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients in the order of ``experts``, None where it is not trained."""
+    found: list[Tensor | None] = [None] * len(trained)
+    if any(trained):
+        found[0::3], found[1::3], found[2::3] = wides[0::2], wides[1::2], downs
+    return [g if t else None for g, t in zip(found, trained, strict=True)]
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def test_what_was_compiled_is_kept_and_nothing_else(cache, monkeypatch):
 
 
 def test_of_several_processes_one_compiles(cache, tmp_path):
-    """The compiler writes down each time that it is called to compile."""
+    """The compiler writes down each time that it is called to compile, once for each source."""
     compiler = tmp_path / "compiler"
     compiler.write_text(f'#!/bin/sh\ncase "$*" in *" -c "*) echo x >> {tmp_path}/calls;; esac\nexec c++ "$@"\n')
     compiler.chmod(0o755)
@@ -60,15 +60,24 @@ def test_of_several_processes_one_compiles(cache, tmp_path):
         for _ in range(3)
     ]
     assert len({process.communicate(timeout=120)[0] for process in processes}) == 1
-    assert (tmp_path / "calls").read_text() == "x\n"
+    assert (tmp_path / "calls").read_text() == "x\n" * len(build.SOURCES)
+
+
+def rewrite(patch, folder, name, edit):
+    """The sources, one of them edited, become what is compiled."""
+    for path in (build.HEADER, *build.SOURCES):
+        text = path.read_text()
+        (folder / path.name).write_text(edit(text) if path.name == name else text)
+    patch.setattr(build, "SOURCES", tuple(folder / path.name for path in build.SOURCES))
+    patch.setattr(build, "HEADER", folder / build.HEADER.name)
 
 
 def test_another_source_is_another_library(cache, tmp_path, monkeypatch):
     path = build._built()
-    changed = tmp_path / "kernels.cpp"
-    changed.write_text(build.SOURCE.read_text() + "\n// changed\n")
-    monkeypatch.setattr(build, "SOURCE", changed)
-    assert build._built() != path
+    for changed in (build.HEADER, *build.SOURCES):
+        with monkeypatch.context() as patch:
+            rewrite(patch, tmp_path, changed.name, lambda text: text + "\n// changed\n")
+            assert build._built() != path
 
 
 def test_it_computes_with_torchs_threads_alone(cache):
@@ -90,9 +99,7 @@ def test_no_compiler(cache, monkeypatch):
 
 
 def test_a_compiler_that_fails_is_quoted(cache, tmp_path, monkeypatch):
-    broken = tmp_path / "broken.cpp"
-    broken.write_text("int main( {")
-    monkeypatch.setattr(build, "SOURCE", broken)
+    rewrite(monkeypatch, tmp_path, "experts.cpp", lambda text: "int main( {")
     assert re.search(r"ended with 1: .*error: ", why(), re.DOTALL)
     assert [path.name for path in (cache / "pellucid" / "kernels").iterdir()] == ["lock"]
 
@@ -127,12 +134,17 @@ def test_a_damaged_library_is_made_again(cache, monkeypatch):
     assert library is not None and reason is None and path.stat().st_size > 0
 
 
-def test_a_library_that_computes_wrongly_is_not_used(cache, tmp_path, monkeypatch):
-    wrong = tmp_path / "kernels.cpp"
-    wrong.write_text(build.SOURCE.read_text().replace("fma(all(-8), scale", "fma(all(-7), scale"))
-    monkeypatch.setattr(build, "SOURCE", wrong)
+@pytest.mark.parametrize(
+    ("name", "right", "wrong", "what"),
+    [
+        ("kernels.cpp", "fma(all(-8), scale", "fma(all(-7), scale", "products of weights of 4 bits are"),
+        ("experts.cpp", "store(to + m.inner, grad * silu)", "store(to + m.inner, grad)", "outputs or gradients of experts are"),
+    ],
+)  # fmt: skip
+def test_a_library_that_computes_wrongly_is_not_used(cache, tmp_path, monkeypatch, name, right, wrong, what):
+    rewrite(monkeypatch, tmp_path, name, lambda text: text.replace(right, wrong))
     library, reason = build._loaded.__wrapped__()
-    assert library is None and "computes wrongly here: products of weights of 4 bits are not torch's" in reason
+    assert library is None and f"computes wrongly here: {what} not torch's" in reason
 
 
 def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch):

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pellucid import load_model, save_model
+from pellucid import kernels, load_model, save_model
 from pellucid.checkpoint import export_model
 from pellucid.config import LoraConfig, ModelConfig
-from pellucid.model import Transformer
+from pellucid.model import Transformer, experts
 from pellucid.model.experts import ROUND, stacked
 from pellucid.model.lora import LoraLinear, add_lora
 from pellucid.model.moe import MixtureOfExperts, Router, balance
@@ -194,11 +194,16 @@ def test_rows_and_packed_tokens_are_the_same_tokens() -> None:
     assert torch.equal(routing.chosen.flatten(0, 1), of_flat.chosen)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", ["our kernel", "torch", "torch, bfloat16"])
 @pytest.mark.parametrize("grouped", [True, False])
 def test_one_call_for_all_experts_and_one_for_each_are_near_the_exact_mixture(
-    grouped: bool, dtype: torch.dtype
+    grouped: bool, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if way == "our kernel" and not kernels.available():
+        pytest.skip(f"no kernels: {kernels.missing()}")
+    if way == "torch":
+        monkeypatch.setattr("pellucid.model.experts.fits", lambda *_: False)
+    dtype = torch.bfloat16 if "bfloat16" in way else torch.float32
     moe = make_moe(hidden_size=32, moe_intermediate_size=16, **BIASED).to(dtype)
     with torch.no_grad():
         moe.gate.e_score_correction_bias[1] = -100.0  # gets no token
@@ -206,6 +211,7 @@ def test_one_call_for_all_experts_and_one_for_each_are_near_the_exact_mixture(
         moe.experts[3].up_proj.weight = nn.Parameter(moe.experts[3].up_proj.weight.clone())
     weights = [getattr(e, n).weight for e in moe.experts for n in ("gate_proj", "up_proj", "down_proj")]
     assert (stacked(weights) is not None) == grouped
+    assert experts.fits(some(30, 32).to(dtype), weights) == (way == "our kernel")
     x = some(30, 32).to(dtype)
     exact = make_moe(hidden_size=32, moe_intermediate_size=16, **BIASED)
     exact.load_state_dict(moe.state_dict())
