@@ -126,7 +126,7 @@ def test_without_values_and_in_a_compiled_graph_all_places_count():
 @pytest.mark.parametrize("window", [None, 5])
 def test_many_short_documents_are_attended_each_in_a_row_of_its_own(window):
     """With the outputs and gradients of the masked rows, where those see the whole window of 48 tokens; padding aside."""
-    model, batch = model_of(sliding_window=window), batch_of(48, 6)
+    model, batch = model_of(sliding_window=window), batch_of(48, 12)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
@@ -139,8 +139,9 @@ def test_many_short_documents_are_attended_each_in_a_row_of_its_own(window):
     for attend_ in (apart, masked):
         logits = model(batch.tokens, batch.positions, attend_).logits.where((documents >= 0)[..., None], 0)
         seen.append([logits, *torch.autograd.grad((logits * weights).sum(), list(model.parameters()))])
-    assert isinstance(apart, RowsAttend) and apart.rows.shape == (11, 8)
+    assert isinstance(apart, RowsAttend) and apart.rows.shape == (22, 4)
     for ours, theirs in zip(*seen, strict=True):
         assert theirs.norm() > 0
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    assert isinstance(model.make_attend(batch_of(48, 6).document_ids), WindowAttend), "would save too little"
     assert isinstance(model.make_attend(torch.arange(48)[None] // 47), WindowAttend)
