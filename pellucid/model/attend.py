@@ -110,8 +110,8 @@ class RowsAttend:
         q, k, v = (
             x.flatten(0, -3).index_select(0, self.rows.flatten()).unflatten(0, self.rows.shape) for x in (q, k, v)
         )
-        out = self.attend(layer, q, k, v, scale=scale).flatten(0, 1).index_select(0, self.places)
-        return out.unflatten(0, layout)
+        out: Tensor = self.attend(layer, q, k, v, scale=scale).flatten(0, 1).index_select(0, self.places)
+        return out.view(*layout, *out.shape[1:])
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
