@@ -24,6 +24,7 @@ from pellucid.kernels.build import check, library
 from pellucid.kernels.linear import GROUP, LANES, LinearStruct, plain_struct
 from pellucid.model import Transformer
 from pellucid.model.attention import Attention
+from pellucid.model.linear import Linear
 from pellucid.model.mlp import SwiGLU
 from pellucid.model.quantize import PackedLinear
 from pellucid.model.transformer import Block
@@ -102,7 +103,7 @@ def _is_packed(linear: nn.Module | Tensor | None) -> bool | None:
     """None: the kernel cannot read it."""
     if isinstance(linear, PackedLinear):
         return None if linear.weights is None else True
-    weight = linear.weight if type(linear) is nn.Linear else linear
+    weight = linear.weight if type(linear) is Linear else linear
     if not isinstance(weight, Tensor) or weight.dtype not in (torch.float32, torch.bfloat16):
         return None
     return False if weight.is_contiguous() and weight.device.type == "cpu" else None

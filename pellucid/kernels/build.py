@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,9 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
             found = load(_built())
         from pellucid.kernels import experts, linear  # which themselves call what this loads
 
-        if (wrong := linear.disagreement(found) or experts.disagreement(found)) is not None:
+        with _disable_current_modes():  # the first who asks may be tracing shapes
+            wrong = linear.disagreement(found) or experts.disagreement(found)
+        if wrong is not None:
             raise _Unavailable(f"{path} computes wrongly here: {wrong}; please report it")
     except (_Unavailable, OSError) as error:
         if _is_switched_off():

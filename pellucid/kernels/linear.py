@@ -162,6 +162,24 @@ def _packed_linear(x: Tensor, packed: Tensor, scales: Tensor, outputs: int) -> T
     return out[:, :outputs]
 
 
+torch.library.define("pellucid::plain_linear", "(Tensor x, Tensor weight) -> Tensor")
+
+
+@torch.library.impl("pellucid::plain_linear", "CPU")
+def _plain_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Rows float32 ``[N, I]``, weights as `plain_struct` takes them -> float32 ``[N, O]``."""
+    x, weight = x.contiguous(), weight.contiguous()
+    out = x.new_empty(len(x), -(-len(weight) // LANES) * LANES)
+    layer, threads = plain_struct(weight), torch.get_num_threads()
+    check(library().pellucid_linear(ctypes.addressof(layer), x.data_ptr(), len(x), out.data_ptr(), threads))
+    return out[:, : len(weight)]
+
+
+@torch.library.register_fake("pellucid::plain_linear")  # type: ignore[untyped-decorator]
+def _plain_shape(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(len(x), -(-len(weight) // LANES) * LANES)[:, : len(weight)]
+
+
 @torch.library.register_fake("pellucid::packed_linear")  # type: ignore[untyped-decorator]
 def _shape(x: Tensor, packed: Tensor, scales: Tensor, outputs: int) -> Tensor:
     return x.new_empty(len(x), packed.shape[0] * LANES, dtype=torch.float32)[:, :outputs]

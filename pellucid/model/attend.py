@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid.model.attention import Attend
+from pellucid.model.linear import is_emulated
 
 EXPLICIT_MAX_TOKENS = 512
 """Longest row for which bfloat16 attention is written out where that is asked for; longer ones use the fused kernel.
@@ -116,6 +117,9 @@ class RowsAttend:
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """torch's own kernel; causal where there is no mask."""
+    if is_emulated(q):
+        with torch.autocast("cpu", enabled=False):
+            return fused_attention(q.float(), k.float(), v.float(), mask, scale).to(torch.bfloat16)
     width = v.shape[-1]
     q, k, v = (x.transpose(-2, -3) for x in of_one_width(q, k, v))
     out = F.scaled_dot_product_attention(

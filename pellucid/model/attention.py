@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pellucid.config import ModelConfig
 from pellucid.model.layers import RMSNorm, linear_together
+from pellucid.model.linear import Linear
 from pellucid.model.rope import rotate, rotate_
 
 
@@ -61,13 +62,13 @@ class Attention(nn.Module):
             config.head_dim,
         )
         width, bias = config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=bias, device=device)
-        self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias, device=device)
-        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias, device=device)
+        self.q_proj = Linear(width, self.heads * self.head_dim, bias=bias, device=device)
+        self.k_proj = Linear(width, self.kv_heads * self.head_dim, bias=bias, device=device)
+        self.v_proj = Linear(width, self.kv_heads * self.head_dim, bias=bias, device=device)
         out_bias = bias if config.attention_out_bias is None else config.attention_out_bias
-        self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=out_bias, device=device)
+        self.o_proj = Linear(self.heads * self.head_dim, width, bias=out_bias, device=device)
         self.gate_proj = (
-            nn.Linear(width, self.heads * self.head_dim, bias=bias, device=device) if config.attention_gate else None
+            Linear(width, self.heads * self.head_dim, bias=bias, device=device) if config.attention_gate else None
         )
         self.joined: nn.Module | None = None
         """One layer instead of the ``joinable`` three, which are None then: packed for inference."""

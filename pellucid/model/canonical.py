@@ -2,9 +2,9 @@
 
 A kernel's order of additions depends on the shapes it is given. Here they never vary where it matters: keys are padded with
 masked rows to a number that the position alone decides (`padded_keys`), and the mask is explicit. In bfloat16 attention is
-two batched products (`in_two_products`), which round a row alike in any number of rows but one; in float32 it is torch's
-fused kernel on tiles of `TILE` query rows at positions that are multiples of it. Measured on torch 2.13; matrix products
-elsewhere in the model need at least `matmul_rows` rows as well.
+two batched products (`in_two_products`), which round a row alike in any number of rows but one; in float32, and in bfloat16
+that would be emulated, it is torch's fused kernel on tiles of `TILE` query rows at positions that are multiples of it.
+Measured on torch 2.13; matrix products elsewhere in the model need at least `matmul_rows` rows as well.
 
 Shapes: n query rows at positions start ... start + n - 1 of one sequence, L >= start + n keys from position 0 on,
 H query heads, K key/value heads, d head width, S keys with the padding, e width of a value.
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid.model.attend import of_one_width
+from pellucid.model.linear import is_emulated
 
 TILE = 4
 KEY_BLOCK = 512
@@ -70,6 +71,11 @@ def canonical_attention(
     """
     stop, width = start + q.shape[0], v.shape[-1]
     biases = {} if biases is None else biases
+    if is_emulated(q):
+        with torch.autocast("cpu", enabled=False):
+            wide = (x.float() for x in (q, k, v))
+            out = canonical_attention(*wide, start=start, scale=scale, window=window, biases=biases)
+        return out.to(torch.bfloat16)
     attend = _attend_in_products if in_products(q.dtype) else _attend_in_tiles
     if not in_products(q.dtype):
         q, k, v = of_one_width(q, k, v)

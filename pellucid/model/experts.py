@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pellucid.kernels.experts import fits
+from pellucid.model.linear import is_emulated
 
 
 def mix(
@@ -21,7 +22,8 @@ def mix(
 ) -> Tensor:
     """Every token's experts, weighted and added up: ``[N, D]``, in x's type.
 
-    In float32 on the CPU by the kernel of `pellucid.kernels.experts`, else by torch's products.
+    In float32 on the CPU, and in bfloat16 that would be emulated, by the kernel of `pellucid.kernels.experts`, else by torch's
+    products.
 
     Args:
         x: ``[N, D]``, in the type to compute in.
@@ -34,6 +36,10 @@ def mix(
     if fits(x, experts):
         by_kernel: Tensor = _MixByKernel.apply(x, weights, order, counts, *experts)  # type: ignore[no-untyped-call]
         return by_kernel
+    if x.dtype == torch.bfloat16 and is_emulated(x):
+        wide = [w.to(x.dtype).float() for w in experts]
+        if fits(x.float(), wide):
+            return mix(x.float(), weights, order, counts, wide, min_rows=min_rows).to(x.dtype)
     mixed: Tensor = _Mix.apply(x, weights, order, counts, min_rows, *experts)  # type: ignore[no-untyped-call]
     return mixed
 

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from pellucid.model.linear import Linear, linear
+
 
 class RMSNorm(nn.Module):
     """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension, in x's dtype, computed in float32 at least."""
@@ -64,10 +66,10 @@ def linear_together(x: Tensor, linears: tuple[nn.Module, ...], *, join: bool) ->
     own. Without gradients joining the weights would cost more than it saves (decoding is bound by reading them).
     Linears of another class, or of which only some have biases, are called one by one.
     """
-    plain = [linear for linear in linears if type(linear) is nn.Linear]
-    biases: list[Tensor] = [linear.bias for linear in plain if linear.bias is not None]
+    plain = [layer for layer in linears if type(layer) is Linear]
+    biases: list[Tensor] = [layer.bias for layer in plain if layer.bias is not None]
     if not join or not torch.is_grad_enabled() or len(plain) < len(linears) or len(biases) not in (0, len(plain)):
-        return tuple(linear(x) for linear in linears)
-    weights: list[Tensor] = [linear.weight for linear in plain]
-    joined = F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
-    return tuple(joined.split([linear.out_features for linear in plain], dim=-1))
+        return tuple(layer(x) for layer in linears)
+    weights: list[Tensor] = [layer.weight for layer in plain]
+    joined = linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
+    return tuple(joined.split([layer.out_features for layer in plain], dim=-1))

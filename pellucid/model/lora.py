@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pellucid.config import LoraConfig
 from pellucid.errors import ConfigError
+from pellucid.model.linear import Linear, linear
 from pellucid.model.moe import BALANCING_BIAS
 
 ALL_LINEAR = "all-linear"
@@ -49,7 +50,7 @@ class LoraLinear(nn.Linear):
                 self.lora_B.weight.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.linear(x, self.weight, self.bias)
+        out = linear(x, self.weight, self.bias)
         if self.original is not None or self.switched_off:
             return out
         if self.config.dropout:
@@ -74,9 +75,9 @@ def add_lora(model: nn.Module, config: LoraConfig, *, generator: torch.Generator
         )
     chosen = _targeted(model, config.targets)
     model.requires_grad_(False)
-    for name, linear in chosen.items():
+    for name, layer in chosen.items():
         parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, LoraLinear(linear, config, generator))
+        setattr(model.get_submodule(parent), last, LoraLinear(layer, config, generator))
     return list(chosen)
 
 
@@ -135,7 +136,7 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 def remove_lora(model: nn.Module) -> None:
     """Make plain linear layers of those with an adapter, trainable again: with it if it is merged, else the bare base."""
     for name, layer in _require_layers(model).items():
-        plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        plain = Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
         plain.weight, plain.bias = layer.weight, layer.bias
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, plain)
@@ -169,7 +170,7 @@ def _targeted(model: nn.Module, targets: tuple[str, ...]) -> dict[str, nn.Linear
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linears})) or "none"
             raise ConfigError(f"lora.targets: {target!r} matches no linear layer; the model has {known}")
         chosen.update(found)
-    return {name: linear for name, linear in linears.items() if name in chosen}
+    return {name: layer for name, layer in linears.items() if name in chosen}
 
 
 def _is_named(name: str, target: str) -> bool:
@@ -190,6 +191,6 @@ def _require_layers(model: nn.Module) -> dict[str, LoraLinear]:
 
 
 def _without_bias(width_in: int, width_out: int, like: Tensor) -> nn.Linear:
-    linear = nn.Linear(width_in, width_out, bias=False, device="meta")
-    linear.weight = nn.Parameter(torch.empty(width_out, width_in, dtype=like.dtype, device=like.device))
-    return linear
+    layer = Linear(width_in, width_out, bias=False, device="meta")
+    layer.weight = nn.Parameter(torch.empty(width_out, width_in, dtype=like.dtype, device=like.device))
+    return layer

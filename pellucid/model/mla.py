@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pellucid.config import ModelConfig
 from pellucid.model.attention import Attend, KVSpec
 from pellucid.model.layers import RMSNorm
+from pellucid.model.linear import Linear
 from pellucid.model.rope import rotate
 
 LATENT_NORM_EPS = 1e-6
@@ -45,18 +46,18 @@ class LatentAttention(nn.Module):
         out_bias = bias if config.attention_out_bias is None else config.attention_out_bias
         rank = config.q_lora_rank
         if rank is None:
-            self.q_proj = nn.Linear(width, queries, bias=False, device=device)
+            self.q_proj = Linear(width, queries, bias=False, device=device)
         else:
-            self.q_a_proj = nn.Linear(width, rank, bias=bias, device=device)
+            self.q_a_proj = Linear(width, rank, bias=bias, device=device)
             self.q_a_layernorm = RMSNorm(rank, LATENT_NORM_EPS, device)
-            self.q_b_proj = nn.Linear(rank, queries, bias=False, device=device)
+            self.q_b_proj = Linear(rank, queries, bias=False, device=device)
         self.low_rank_queries = rank is not None
-        self.kv_a_proj_with_mqa = nn.Linear(width, self.rank + self.rope, bias=bias, device=device)
+        self.kv_a_proj_with_mqa = Linear(width, self.rank + self.rope, bias=bias, device=device)
         self.kv_a_layernorm = RMSNorm(self.rank, LATENT_NORM_EPS, device)
-        self.kv_b_proj = nn.Linear(self.rank, self.heads * (self.nope + self.value), bias=False, device=device)
-        self.o_proj = nn.Linear(self.heads * self.value, width, bias=out_bias, device=device)
+        self.kv_b_proj = Linear(self.rank, self.heads * (self.nope + self.value), bias=False, device=device)
+        self.o_proj = Linear(self.heads * self.value, width, bias=out_bias, device=device)
         self.gate_proj = (
-            nn.Linear(width, self.heads * self.value, bias=bias, device=device) if config.attention_gate else None
+            Linear(width, self.heads * self.value, bias=bias, device=device) if config.attention_gate else None
         )
         self.q_norm = RMSNorm(self.nope + self.rope, config.rms_norm_eps, device) if config.qk_norm else None
         self.k_norm = RMSNorm(self.nope + self.rope, config.rms_norm_eps, device) if config.qk_norm else None
@@ -64,7 +65,7 @@ class LatentAttention(nn.Module):
     @property
     def absorbs(self) -> bool:
         """Whether a cache holds latents."""
-        return self.q_norm is None and self.gate_proj is None and type(self.kv_b_proj) is nn.Linear
+        return self.q_norm is None and self.gate_proj is None and type(self.kv_b_proj) is Linear
 
     @property
     def kv_spec(self) -> KVSpec:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from pellucid.config import ModelConfig
 from pellucid.model.layers import linear_together
+from pellucid.model.linear import Linear
 
 
 class SwiGLU(nn.Module):
@@ -24,9 +25,9 @@ class SwiGLU(nn.Module):
         self.join = config.attend == "sdpa"  # "canonical" must compute alike with gradients and without
         inner, bias = config.intermediate_size if width is None else width, config.mlp_bias
         width = config.hidden_size
-        self.gate_proj = nn.Linear(width, inner, bias=bias, device=device)
-        self.up_proj = nn.Linear(width, inner, bias=bias, device=device)
-        self.down_proj = nn.Linear(inner, width, bias=bias, device=device)
+        self.gate_proj = Linear(width, inner, bias=bias, device=device)
+        self.up_proj = Linear(width, inner, bias=bias, device=device)
+        self.down_proj = Linear(inner, width, bias=bias, device=device)
         self.joined: nn.Module | None = None
         """One layer instead of the ``joinable`` two, which are None then: packed for inference."""
 

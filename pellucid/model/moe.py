@@ -16,6 +16,7 @@ from torch._compile import _disable_dynamo
 from pellucid.config import ModelConfig
 from pellucid.model.canonical import MATMUL_ROWS, in_products, narrow_rows
 from pellucid.model.experts import add_up, mix, pack, padded
+from pellucid.model.linear import Linear
 from pellucid.model.mlp import SwiGLU
 
 BALANCING_BIAS = "e_score_correction_bias"
@@ -148,7 +149,7 @@ class MixtureOfExperts(nn.Module):
         if torch.is_autocast_enabled(device) and tokens.dtype != torch.float64:  # which autocast leaves alone
             tokens = tokens.to(torch.get_autocast_dtype(device))
         linears = self._linears()
-        if all(type(linear) is nn.Linear for linear in linears):
+        if all(type(linear) is Linear for linear in linears):
             experts = [cast(Tensor, linear.weight) for linear in linears]
             return mix(tokens, weights, order, counts, experts, min_rows=self._least_rows(tokens.dtype))
         return self._one_by_one(tokens, weights, order, counts)
@@ -168,7 +169,7 @@ class MixtureOfExperts(nn.Module):
     def _pack(self, *_: Any) -> None:
         """Wherever parameters were moved, cast or loaded: let those of all experts lie in one storage again."""
         linears = self._linears()
-        if all(type(linear) is nn.Linear for linear in linears):
+        if all(type(linear) is Linear for linear in linears):
             pack([cast(Tensor, linear.weight) for linear in linears])
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "MixtureOfExperts":

@@ -255,7 +255,7 @@ def check_kind(kind: str, device: torch.device) -> None:
     if kind == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         raise ConfigError(
             'weights "bf16" are packed for processors with avx512bw or avx_ne_convert, which this one has not; '
-            "leave weights out (dtype bfloat16 alone works, slowly), or take int8 or int4"
+            "leave weights out (dtype bfloat16 alone is computed in float32), or take int8 or int4"
         )
 
 

@@ -17,6 +17,7 @@ from pellucid.model.attend import RowsAttend, WindowAttend, rows_of_documents
 from pellucid.model.attention import Attend, Attention, KVSpec
 from pellucid.model.canonical import MATMUL_ROWS, CanonicalAttend
 from pellucid.model.layers import RMSNorm
+from pellucid.model.linear import Linear, linear
 from pellucid.model.mla import LatentAttention
 from pellucid.model.mlp import SwiGLU
 from pellucid.model.moe import MixtureOfExperts, Router, Routing, balance
@@ -101,7 +102,7 @@ class Transformer(nn.Module):
         self.lm_head = (
             None
             if config.tie_word_embeddings
-            else nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
+            else Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
         )
         target = torch.device(device) if device is not None else torch.get_default_device()
         if target.type != "meta":
@@ -177,7 +178,7 @@ class Transformer(nn.Module):
     def head(self, hidden: Tensor) -> Tensor:
         """Logits ``[..., V]`` of hidden states ``[..., D]``, in the dtype of the computation."""
         if self.lm_head is None:
-            return F.linear(hidden, self.model.embed_tokens.weight)
+            return linear(hidden, self.model.embed_tokens.weight)
         logits: Tensor = self.lm_head(hidden)
         return logits
 

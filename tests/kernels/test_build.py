@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pellucid.kernels import build
 
@@ -145,6 +146,14 @@ def test_a_library_that_computes_wrongly_is_not_used(cache, tmp_path, monkeypatc
     rewrite(monkeypatch, tmp_path, name, lambda text: text.replace(right, wrong))
     library, reason = build._loaded.__wrapped__()
     assert library is None and f"computes wrongly here: {what} not torch's" in reason
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.inference_mode, FakeTensorMode, lambda: torch.autocast("cpu"), torch.enable_grad]
+)
+def test_whoever_asks_first_is_told_the_same(mode):
+    with mode():
+        assert build._loaded.__wrapped__()[1] is None
 
 
 def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch):

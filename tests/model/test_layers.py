@@ -1,9 +1,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from pellucid.model.layers import RMSNorm, linear_together
+from pellucid.model.linear import Linear
 from pellucid.model.rope import rotate
 
 
@@ -50,11 +51,11 @@ def test_a_bfloat16_norm_is_computed_in_float32(weight_dtype: torch.dtype) -> No
 
 
 def test_linears_that_cannot_be_joined_are_called_one_by_one() -> None:
-    class Tripled(nn.Linear):
+    class Tripled(Linear):
         def forward(self, x: Tensor) -> Tensor:
             return 3 * super().forward(x)
 
     x = torch.randn(5, 4)
-    for pair in ((nn.Linear(4, 2), nn.Linear(4, 3, bias=False)), (nn.Linear(4, 2), Tripled(4, 3))):
+    for pair in ((Linear(4, 2), Linear(4, 3, bias=False)), (Linear(4, 2), Tripled(4, 3))):
         for out, linear in zip(linear_together(x, pair, join=True), pair, strict=True):
             assert torch.equal(out, linear(x))

@@ -22,6 +22,7 @@ from pellucid.config import LoraConfig, ModelConfig, run_config
 from pellucid.errors import CheckpointError, ConfigError
 from pellucid.inference import SamplingParams, generate
 from pellucid.model import Transformer
+from pellucid.model.linear import Linear
 from pellucid.model.lora import add_lora, merge
 from pellucid.model.quantize import (
     GROUP,
@@ -185,7 +186,7 @@ def test_routers_and_the_latents_matrix_stay() -> None:
     replaced = quantize_(model, "int8")
     assert {"mlp.experts.3.up_proj", "mlp.shared_experts.down_proj", "self_attn.q_proj"} <= {n[15:] for n in replaced}
     assert not any(name.endswith((".gate", "kv_b_proj")) for name in replaced)
-    assert type(model.model.layers[0].self_attn.kv_b_proj) is nn.Linear  # type: ignore[union-attr]
+    assert type(model.model.layers[0].self_attn.kv_b_proj) is Linear  # type: ignore[union-attr]
     assert model.kv_specs() == plain.kv_specs() and model.kv_specs()[0].value_in_key
     with torch.no_grad():
         exact, out = plain(TOKENS), model(TOKENS)
