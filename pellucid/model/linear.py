@@ -29,6 +29,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     if x.dtype != weight.dtype and not torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)  # which says what is wrong with that
+    if not torch.is_grad_enabled():
+        return _product(x, weight, bias)[0]
     out: Tensor = _InFloat32.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return out
 
@@ -48,18 +50,24 @@ def _processor_emulates() -> bool:
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """`linear`, and x as rows ``[N, I]`` and the weight, both in bfloat16."""
+    rows, weight = x.reshape(-1, x.shape[-1]).to(torch.bfloat16), weight.to(torch.bfloat16)
+    out: Tensor = torch.ops.pellucid.plain_linear(rows.float(), weight)
+    if bias is not None:
+        out += bias.to(torch.bfloat16)
+    return out.to(torch.bfloat16).view(*x.shape[:-1], len(weight)), rows, weight
+
+
 class _InFloat32(torch.autograd.Function):
     """Saves x and the weight in bfloat16, as torch under autocast does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        rows, narrow = x.reshape(-1, x.shape[-1]).to(torch.bfloat16), weight.to(torch.bfloat16)
+        out, rows, narrow = _product(x, weight, bias)
         ctx.save_for_backward(rows, narrow)
         ctx.like = x.shape, x.dtype, weight.dtype, None if bias is None else bias.dtype
-        out: Tensor = torch.ops.pellucid.plain_linear(rows.float(), narrow)
-        if bias is not None:
-            out += bias.to(torch.bfloat16)
-        return out.to(torch.bfloat16).view(*x.shape[:-1], len(weight))
+        return out
 
     @staticmethod
     @once_differentiable
