@@ -26,6 +26,7 @@ from pellucid.errors import CheckpointError, ConfigError
 from pellucid.kernels import GROUP
 from pellucid.model.attention import Attention
 from pellucid.model.canonical import in_products, matmul_rows, narrow_rows
+from pellucid.model.linear import Linear, is_emulated
 from pellucid.model.lora import LoraLinear
 from pellucid.model.mlp import SwiGLU
 from pellucid.model.transformer import Transformer
@@ -232,6 +233,9 @@ def least_rows(model: Transformer) -> int:
     if is_quantized(model):
         return 1
     linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    ours = all(isinstance(m, Linear | LoraLinear) and m.in_features % kernels.GROUP == 0 for m in linears)
+    if ours and is_emulated(model.model.embed_tokens.weight):
+        return 1
     return narrow_rows(min(linear.in_features * linear.out_features for linear in linears))
 
 
