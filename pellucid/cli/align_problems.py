@@ -15,6 +15,7 @@ from pellucid.text import decode, encode_prompt
 from pellucid.tokenizer import Tokenizer
 from pellucid.train.callbacks import Callback, StepInfo, StopTraining
 from pellucid.train.loop import Trainer
+from pellucid.train.ranks import on_every_rank
 from pellucid.train.rewards import exact_match
 from pellucid.train.state import TrainState
 
@@ -128,9 +129,11 @@ class WatchAccuracy(Callback):
     def _look(self, trainer: Trainer, step: int) -> float:
         """The share on all ranks, each of which answers some of the problems. ★"""
         assert trainer.setup.tokenizer is not None
+        model, tokenizer = trainer.model, trainer.setup.tokenizer
         mine = self.problems[comm.rank() :: comm.world_size()]
-        answers = answers_to(mine, trainer.model, trainer.setup.tokenizer)
-        num_right = comm.all_reduce([float(sum(map(right, mine, answers)))], tag="looks")[0]
+        num_right: int = sum(
+            on_every_rank(lambda: sum(map(right, mine, answers_to(mine, model, tokenizer))), tag="looks")
+        )
         share = num_right / len(self.problems)
         trainer.log({"event": "validation", "step": step, "exact_match": share})
         return share

@@ -1,8 +1,9 @@
 """One call of a kernel for a whole forward on the CPU.
 
 It stands in for the model's own forward, of which torch would run some 1,700 operators for a token. Activations are float32
-throughout; a token has the same bits alone, beside others, and however its sequence is cut. They are not those of the model's
-own forward: of weights that a trainer has too, only an engine that need not be exact uses it. Keys are kept turned, so that
+throughout; with packed weights a token has the same bits alone, beside others, and however its sequence is cut. They are not
+those of the model's own forward: of weights that a trainer has too, only an engine that need not be exact uses it, and there
+many rows are added up in another order than few. Keys are kept turned, so that
 16 of them are read at a time: its blocks are not those of `PagedAttend`.
 
 Shapes: N packed tokens, D model width, V vocabulary.

@@ -232,7 +232,8 @@ class _Singles:
     def attend(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
         """``[R, H, e]`` for these rows ``[R, H, d]``."""
         if is_emulated(q):
-            return self.attend(layer, q.float(), scale, window).to(q.dtype)
+            with torch.autocast("cpu", enabled=False):
+                return self.attend(layer, q.float(), scale, window).to(torch.bfloat16)
         count, heads, width = q.shape
         kv_heads = self.cache.specs[layer].heads
         k, v = self.cache.read(layer, self.index, self.blocks, self.length, q.dtype)

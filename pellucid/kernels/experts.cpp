@@ -85,40 +85,6 @@ template <class Rows> inline void put_parts(Rows row, int64_t many, int64_t firs
         for (int64_t r = 0; r < many; r++, to += ROWS) std::copy_n(row(r) + first, count, to);
 }
 
-#if defined(__AVX2__)
-// 8 numbers of 8 rows, as columns
-inline void turn(const float* from, int64_t stride, float* to) {
-    __m256 rows[8], pairs[8], fours[8];
-    for (int i = 0; i < 8; i++) rows[i] = _mm256_loadu_ps(from + i * stride);
-    for (int i = 0; i < 8; i += 2) {
-        pairs[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
-        pairs[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
-    }
-    for (int i = 0; i < 8; i += 4)
-        for (int j = 0; j < 2; j++) {
-            fours[i + 2 * j] = _mm256_shuffle_ps(pairs[i + j], pairs[i + j + 2], 0x44);
-            fours[i + 2 * j + 1] = _mm256_shuffle_ps(pairs[i + j], pairs[i + j + 2], 0xee);
-        }
-    for (int i = 0; i < 4; i++) {
-        _mm256_storeu_ps(to + i * LANES, _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20));
-        _mm256_storeu_ps(to + (i + 4) * LANES, _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31));
-    }
-}
-#else
-inline void turn(const float* from, int64_t stride, float* to) {
-    for (int k = 0; k < 8; k++)
-        for (int i = 0; i < 8; i++) to[k * LANES + i] = from[i * stride + k];
-}
-#endif
-
-// 16 rows of `depth` numbers, a multiple of 8, into a panel [depth, 16]
-inline void put_columns(const float* rows, int64_t depth, float* to) {
-    for (int64_t k = 0; k < depth; k += 8) {
-        turn(rows + k, depth, to + k * LANES);
-        turn(rows + 8 * depth + k, depth, to + k * LANES + 8);
-    }
-}
-
 // 16 columns of `depth` rows, into a panel [depth, 16]
 inline void put_slices(const float* from, int64_t stride, int64_t depth, float* to) {
     for (int64_t k = 0; k < depth; k++, to += LANES, from += stride) store(to, load(from));
@@ -159,7 +125,7 @@ void forward(const Experts& m, float* out) {
         for (int64_t u = 0; u < m.experts * inner_tiles; u++) {
             const int64_t e = u / inner_tiles, at = u % inner_tiles * LANES;
             for (int part = 0; part < 2 && panels.first[e] < panels.first[e + 1]; part++) {
-                put_columns(m.weights[3 * e + part] + at * m.width, m.width, columns);
+                put_columns(Rows16(m.weights[3 * e + part] + at * m.width, m.width), m.width, columns);
                 for (int64_t p = panels.first[e]; p < panels.first[e + 1]; p++) {
                     const Panel& panel = panels.all[p];
                     product(panel.count, x.get() + p * ROWS * m.width, columns, m.width, sums);
@@ -179,7 +145,7 @@ void forward(const Experts& m, float* out) {
         for (int64_t u = 0; u < m.experts * width_tiles; u++) {
             const int64_t e = u / width_tiles, at = u % width_tiles * LANES;
             if (panels.first[e] == panels.first[e + 1]) continue;
-            put_columns(m.weights[3 * e + 2] + at * m.inner, m.inner, columns);
+            put_columns(Rows16(m.weights[3 * e + 2] + at * m.inner, m.inner), m.inner, columns);
             for (int64_t p = panels.first[e]; p < panels.first[e + 1]; p++) {
                 const Panel& panel = panels.all[p];
                 product(panel.count, active.get() + p * ROWS * m.inner, columns, m.inner, sums);

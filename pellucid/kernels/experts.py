@@ -30,12 +30,16 @@ class _Gradients(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("out", "x", "shares", "wide", "down"))
 
 
-def fits(x: Tensor, experts: Sequence[Tensor]) -> bool:
-    """Whether the kernel computes this: float32 on the CPU, sizes that are multiples of `LANES`."""
+def fits(x: Tensor, experts: Sequence[Tensor], *, widened: bool = False) -> bool:
+    """Whether the kernel computes this: float32 on the CPU, sizes that are multiples of `LANES`.
+
+    Args:
+        widened: everything will be made float32 before.
+    """
     return (
         x.device.type == "cpu"
         and not any(size % LANES for size in experts[0].shape)
-        and {x.dtype, *(w.dtype for w in experts)} == {torch.float32}
+        and (widened or {x.dtype, *(w.dtype for w in experts)} == {torch.float32})
         and all(w.is_contiguous() for w in experts)
         and available()
     )

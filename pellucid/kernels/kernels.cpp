@@ -2,8 +2,9 @@
 //
 // Built on first use (build.py) and called through a C interface (linear.py, and fused.py of inference/), without torch's
 // headers. Every result is computed by one thread in an order that depends neither on the number of threads nor on the other
-// rows of a call: a row has the same bits alone, in any batch, and however its sequence was cut into steps. Sums are float32,
-// each multiplication and addition is written as one `fma`, and the compiler may contract nothing by itself.
+// rows of a call: a row has the same bits alone, in any batch, and however its sequence was cut into steps. Only a forward of
+// plain weights, which need not be exact, adds in another order from `MANY` rows on. Sums are float32, each multiplication and
+// addition is written as one `fma`, and the compiler may contract nothing by itself.
 //
 // Plain weights are rows of float32 or bfloat16, an output's inputs one after the other. Packed weights: outputs in tiles of
 // 16, inputs in groups of 32. A group of 4 bits is four times 16 words of 32 bits, a word an output's 8 levels of 8 inputs,
@@ -18,6 +19,7 @@
 namespace {
 
 constexpr int GROUP = 32, GROUP4 = 320, GROUP8 = 512;
+constexpr int MANY = 12;  // rows from which on a forward turns plain weights
 
 // -- linear layers ------------------------------------------------------------------------------------------------------
 
@@ -35,6 +37,7 @@ struct Inputs {
     bfloat16* pairs;
     float* sums;
     int64_t stride;
+    float* columns = nullptr;  // [threads, stride * 16]: room for plain weights turned; null: a row has the same bits in any number
 };
 
 inline void prepare(const Inputs& in, int64_t row, int64_t groups) {
@@ -221,7 +224,41 @@ void block(const Linear& l, int64_t first, int64_t last, const Inputs& in, int64
         if (tile < last) block<R, 1>(l, tile, last, in, row, to);
 }
 
+// Many rows of plain weights: 16 outputs' weights are turned once, and then a sum takes no steps between lanes
+template <int R>
+inline void multiply_columns(const Linear& l, int64_t tile, const float* columns, const Inputs& in, int64_t row, const Output& to) {
+    const float* x = in.values + row * in.stride;
+    Vec total[R];
+    for (int r = 0; r < R; r++) total[r] = all(0);
+    for (int64_t k = 0; k < l.groups * GROUP; k++, columns += LANES) {
+        const Vec weights = load(columns);
+        for (int r = 0; r < R; r++) total[r] = fma(all(x[r * in.stride + k]), weights, total[r]);
+    }
+    for (int r = 0; r < R; r++) emit(to, row + r, tile, l.bias ? total[r] + load(l.bias + tile * LANES) : total[r]);
+}
+
+template <int R = ROWS>
+inline void remaining(int64_t rows, const Linear& l, int64_t tile, const float* columns, const Inputs& in, int64_t row, const Output& to) {
+    if (rows == R) return multiply_columns<R>(l, tile, columns, in, row, to);
+    if constexpr (R > 1) remaining<R - 1>(rows, l, tile, columns, in, row, to);
+}
+
+template <class W>
+void linear_columns(const Linear& l, int64_t first, int64_t last, const Inputs& in, int64_t rows, const Output& to) {
+    float* columns = in.columns + omp_get_thread_num() * in.stride * LANES;
+    const int64_t inputs = l.groups * GROUP;
+    for (int64_t tile = first; tile < last; tile++) {
+        const W* weights = reinterpret_cast<const W*>(l.weights) + tile * LANES * inputs;
+        put_columns(Rows16<W>(weights, inputs, l.outputs - tile * LANES), inputs, columns);
+        for (int64_t row = 0; row < rows; row += ROWS) remaining(std::min<int64_t>(ROWS, rows - row), l, tile, columns, in, row, to);
+    }
+}
+
 void linear(const Linear& l, int64_t first, int64_t last, const Inputs& in, int64_t rows, const Output& to) {
+    if (in.columns && rows >= MANY) {
+        if (l.bits == 32) return linear_columns<float>(l, first, last, in, rows, to);
+        if (l.bits == 16 && !PAIRS) return linear_columns<bfloat16>(l, first, last, in, rows, to);
+    }
     // weights come from memory once: all rows multiply some tiles before the next ones are read
     const int64_t step = rows == 1 ? std::max<int64_t>(1, last - first) : rows < 4 ? CHAINS : 1;
     for (int64_t tile = first; tile < last; tile += step) {
@@ -388,7 +425,10 @@ template <class T> void run(const Decoder& m, const Step& s) {
     const Floats first = floats(s.rows * stride), second = floats(s.rows * stride);
     const Floats sums = floats(s.rows * stride / GROUP), room = floats(s.threads * QUERIES * keys);
     std::vector<bfloat16> pairs(PAIRS ? s.rows * stride : 0);
-    const Inputs in{first.get(), pairs.data(), sums.get(), stride}, inside{second.get(), pairs.data(), sums.get(), stride};
+    const Floats turned = floats(s.rows >= MANY ? s.threads * stride * LANES : 0);
+    float* columns = s.rows >= MANY ? turned.get() : nullptr;
+    const Inputs in{first.get(), pairs.data(), sums.get(), stride, columns};
+    const Inputs inside{second.get(), pairs.data(), sums.get(), stride, columns};
 
 #pragma omp parallel num_threads(int(s.threads))
     {

@@ -241,6 +241,49 @@ inline Vec exponential(Vec x) {
     return zero_below(p * power_of_two(n), x, lowest);
 }
 
+// 16 rows of weights, each of which may stand anywhere
+template <class W> struct Rows16 {
+    const W* at[LANES];
+    Rows16(const W* first, int64_t stride, int64_t count = LANES) {  // the last of `count` again where there are fewer
+        for (int64_t i = 0; i < LANES; i++) at[i] = first + std::min(i, count - 1) * stride;
+    }
+};
+
+#if defined(__AVX2__) && defined(__FMA__)
+inline __m256 eight(const float* p) { return _mm256_loadu_ps(p); }
+inline __m256 eight(const bfloat16* p) {
+    __m256i w = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
+}
+// 8 numbers of 8 rows, as columns
+template <class W> inline void turn(const W* const* rows, int64_t k, float* to) {
+    __m256 a[8], pairs[8], fours[8];
+    for (int i = 0; i < 8; i++) a[i] = eight(rows[i] + k);
+    for (int i = 0; i < 8; i += 2) pairs[i] = _mm256_unpacklo_ps(a[i], a[i + 1]), pairs[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            fours[i + 2 * j] = _mm256_shuffle_ps(pairs[i + j], pairs[i + j + 2], 0x44);
+            fours[i + 2 * j + 1] = _mm256_shuffle_ps(pairs[i + j], pairs[i + j + 2], 0xee);
+        }
+    for (int i = 0; i < 4; i++) {
+        _mm256_storeu_ps(to + i * LANES, _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20));
+        _mm256_storeu_ps(to + (i + 4) * LANES, _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31));
+    }
+}
+#else
+inline float one(float x) { return x; }
+inline float one(bfloat16 x) { return widen_one(x); }
+template <class W> inline void turn(const W* const* rows, int64_t k, float* to) {
+    for (int j = 0; j < 8; j++)
+        for (int i = 0; i < 8; i++) to[j * LANES + i] = one(rows[i][k + j]);
+}
+#endif
+
+// `depth` numbers, a multiple of 8, of 16 rows, as columns [depth, 16]
+template <class W> inline void put_columns(const Rows16<W>& rows, int64_t depth, float* to) {
+    for (int64_t k = 0; k < depth; k += 8, to += 8 * LANES) turn(rows.at, k, to), turn(rows.at + 8, k, to + 8);
+}
+
 // Room that is written before it is read
 using Floats = std::unique_ptr<float[]>;
 inline Floats floats(int64_t count) { return Floats(new float[count]); }

@@ -62,7 +62,7 @@ class WindowAttend:
             mask = causal_mask(tokens, window, device=q.device)
         else:
             mask = None
-        if self.written_out and q.dtype == torch.bfloat16 and tokens <= EXPLICIT_MAX_TOKENS:
+        if self.written_out and q.dtype == torch.bfloat16 and tokens <= EXPLICIT_MAX_TOKENS and not is_emulated(q):
             return explicit_attention(q, k, v, mask, scale)
         return fused_attention(q, k, v, mask, scale)
 

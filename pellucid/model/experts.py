@@ -33,13 +33,9 @@ def mix(
         min_rows: a product gets at least so many rows, by padding, so that its bits do not depend on how many there are; the
             kernel's never do.
     """
-    if fits(x, experts):
+    if fits(x, experts, widened=x.dtype == torch.bfloat16 and is_emulated(x)):
         by_kernel: Tensor = _MixByKernel.apply(x, weights, order, counts, *experts)  # type: ignore[no-untyped-call]
         return by_kernel
-    if x.dtype == torch.bfloat16 and is_emulated(x):
-        wide = [w.to(x.dtype).float() for w in experts]
-        if fits(x.float(), wide):
-            return mix(x.float(), weights, order, counts, wide, min_rows=min_rows).to(x.dtype)
     mixed: Tensor = _Mix.apply(x, weights, order, counts, min_rows, *experts)  # type: ignore[no-untyped-call]
     return mixed
 
@@ -283,25 +279,34 @@ class _Mix(torch.autograd.Function):
 
 
 class _MixByKernel(torch.autograd.Function):
-    """As `_Mix`, in one call. Saves the inputs and one ``[N K, 2 I]``."""
+    """As `_Mix`, in one call. Saves the inputs and one ``[N K, 2 I]`` in float32; weights are widened again in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, order: Tensor, counts: list[int], *experts: Tensor) -> Tensor:
-        out, wide = torch.ops.pellucid.experts(x, weights, order, counts, experts)
+        wide_weights, wide_experts = weights.float(), _widened(experts, counts, x.dtype)
+        out, wide = torch.ops.pellucid.experts(x.float(), wide_weights, order, counts, wide_experts)
         ctx.save_for_backward(x, weights, order, wide, *experts)
         ctx.counts = counts
-        return cast(Tensor, out)
+        return cast(Tensor, out).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, order, wide, *experts = ctx.saved_tensors
-        trained = ctx.needs_input_grad[4:]
+        trained, wide_experts = ctx.needs_input_grad[4:], _widened(experts, ctx.counts, x.dtype)
         grad_x, grad_weights, wides, downs = torch.ops.pellucid.experts_backward(
-            grad, x, weights, order, ctx.counts, experts, wide, any(trained)
+            grad.float(), x.float(), weights.float(), order, ctx.counts, wide_experts, wide, any(trained)
         )
-        of_experts = _of_experts(wides.unbind(), downs.unbind(), trained)
-        return (grad_x, grad_weights, None, None, *of_experts)
+        dtype = experts[0].dtype
+        of_experts = _of_experts(wides.to(dtype).unbind(), downs.to(dtype).unbind(), trained)
+        return (grad_x.to(x.dtype), grad_weights.to(weights.dtype), None, None, *of_experts)
+
+
+def _widened(experts: Sequence[Tensor], counts: Sequence[int], dtype: torch.dtype) -> Sequence[Tensor]:
+    """In float32, rounded to ``dtype`` before; those that no row goes to, which nobody reads, as they are."""
+    if dtype == torch.float32:
+        return experts
+    return [w.to(dtype).float() if counts[i // 3] else w for i, w in enumerate(experts)]
 
 
 def _of_experts(wides: Sequence[Tensor], downs: Sequence[Tensor], trained: Sequence[bool]) -> list[Tensor | None]:

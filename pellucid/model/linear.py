@@ -65,7 +65,8 @@ class _InFloat32(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out, rows, narrow = _product(x, weight, bias)
-        ctx.save_for_backward(rows, narrow)
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(rows if needs_weight else None, narrow if needs_x else None)
         ctx.like = x.shape, x.dtype, weight.dtype, None if bias is None else bias.dtype
         return out
 

@@ -23,6 +23,8 @@ GRACE_SECONDS = 0.2
 """From the end of a worker's output to that of the worker."""
 TOLD_AHEAD = 16
 """Completions that a worker is asked about at once: it waits for nobody among them, and others find work where it is slow."""
+TOLD_BYTES = 2**15
+"""Of what a worker is told ahead: a pipe holds twice that, so that telling a worker that hangs ends."""
 
 
 class Judged(NamedTuple):
@@ -48,6 +50,7 @@ class RewardPool:
 
     def __init__(self, rewards: Sequence[str], *, plugins: Sequence[str], timeout_s: float, workers: int) -> None:
         self.rewards, self.plugins, self.timeout_s = list(rewards), list(plugins), timeout_s
+        self.num_workers = workers
         self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="rewards")
         self._workers: list[_Worker] = []
@@ -69,8 +72,8 @@ class RewardPool:
             TrainingError: a reward raised, hung, died or returned no finite number; names it and the completion.
         """
         width = len(self.rewards)
-        asked = [(item, reward) for item in items for reward in range(width)]
-        parts = [asked[i : i + TOLD_AHEAD] for i in range(0, len(asked), TOLD_AHEAD)]
+        asked = [_Question(item, reward) for item in items for reward in range(width)]
+        parts = _parts(asked, min(TOLD_AHEAD, -(-len(asked) // self.num_workers)))
         values = [value for part in self._threads.map(self._ask, parts) for value in part]
         return [values[i * width : (i + 1) * width] for i in range(len(items))]
 
@@ -90,14 +93,14 @@ class RewardPool:
             worker.end()
         self._workers.clear()
 
-    def _ask(self, asked: Sequence[tuple[Judged, int]]) -> list[float]:
+    def _ask(self, asked: Sequence["_Question"]) -> list[float]:
         """The worth of some completions, each by one reward, from one worker."""
         worker = self._free.get()
         values: list[float] = []
         said: dict[str, Any] | None = None
         status = None
         try:
-            for said in worker.ask([{"reward": reward, **item._asdict()} for item, reward in asked]):
+            for said in worker.ask([question.line for question in asked]):
                 if said is None or "value" not in said:
                     break
                 values.append(float(said["value"]))
@@ -112,7 +115,7 @@ class RewardPool:
             self._free.put(worker)
         if len(values) == len(asked):
             return values
-        item, reward = asked[len(values)]
+        item, reward = asked[len(values)].item, asked[len(values)].reward
         late = f"did not return within {self.timeout_s:g} s"
         died = late if status in (None, -signal.SIGALRM) else f"ended its process, with status {status}"
         what = said["error"] if said is not None else died
@@ -120,6 +123,31 @@ class RewardPool:
             f"reward {self.rewards[reward]} {what}; it was asked about the completion {_short(item.completion)} of the prompt "
             f"{_short(item.prompt)}. Mend the reward, or raise strategy.reward_timeout_s where it needs longer"
         )
+
+
+class _Question:
+    """What one reward is asked about one completion."""
+
+    def __init__(self, item: Judged, reward: int) -> None:
+        self.item, self.reward = item, reward
+        self.line = _line({"reward": reward, **item._asdict()})
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _parts(asked: Sequence[_Question], size: int) -> list[list[_Question]]:
+    """In order, ``size`` at most in each, and no more than `TOLD_BYTES` where there are several."""
+    parts: list[list[_Question]] = []
+    told = 0
+    for question in asked:
+        if not parts or len(parts[-1]) == size or told + len(question.line) > TOLD_BYTES:
+            parts.append([])
+            told = 0
+        parts[-1].append(question)
+        told += len(question.line)
+    return parts
 
 
 class _Worker:
@@ -139,24 +167,22 @@ class _Worker:
     def greet(self) -> None:
         pool = self.pool
         first = {"path": sys.path, "plugins": pool.plugins, "rewards": pool.rewards, "timeout_s": pool.timeout_s}
-        (said,) = self.ask([first], START_SECONDS)
+        (said,) = self.ask([_line(first)], START_SECONDS)
         if said is None or "error" in said:
             what = said["error"] if said is not None else "the process ended before it had imported them"
             raise ConfigError(f"strategy.rewards {', '.join(pool.rewards)} cannot be used: {what}")
 
-    def ask(
-        self, messages: Sequence[dict[str, Any]], timeout_s: float | None = None
-    ) -> Iterator[dict[str, Any] | None]:
-        """The reply to each message; None, and nothing more, where there is none in time after the one before."""
+    def ask(self, lines: Sequence[bytes], timeout_s: float | None = None) -> Iterator[dict[str, Any] | None]:
+        """The reply to each line; None, and nothing more, where there is none in time after the one before."""
         assert self.process.stdin is not None and self.process.stdout is not None
         timeout_s = timeout_s or self.pool.timeout_s + 1.0  # the worker's own alarm comes first
         self.busy = True
         try:
-            self.process.stdin.write(b"".join(json.dumps(message).encode() + b"\n" for message in messages))
+            self.process.stdin.write(b"".join(lines))
             self.process.stdin.flush()
             with selectors.DefaultSelector() as selector:
                 selector.register(self.process.stdout, selectors.EVENT_READ)
-                for _ in messages:
+                for _ in lines:
                     end = time.monotonic() + timeout_s
                     while b"\n" not in self._rest:
                         ready = selector.select(max(0.0, end - time.monotonic()))

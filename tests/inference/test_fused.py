@@ -116,7 +116,15 @@ def test_bits_do_not_depend_on_cuts_and_company(shape, size, dtype, kind):
         company = [(other[beside : beside + more], beside, other_in)] if more else []
         parts.append(run(decoder, [*company, (mine[at : at + count], at, mine_in)]))
         at, beside = at + count, beside + more
-    assert torch.equal(torch.cat(parts), whole)
+    assert_alike(torch.cat(parts), whole, kind, dtype)
+
+
+def assert_alike(parts, whole, kind, cache_dtype):
+    """To the bit of packed weights; many rows of plain ones are added up in another order than few."""
+    if kind is not None:
+        assert torch.equal(parts, whole)
+    else:
+        assert (parts - whole).abs().max() < (0.02 if cache_dtype == torch.bfloat16 else 2e-5) * whole.abs().max()
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -169,7 +177,7 @@ def test_other_processors(variant, tmp_path_factory):
                 parts = [
                     run(decoder, [(other[a:b], a, [2, 4, 6, 8, 10, 12]), (tokens[a:b], a, blocks)]) for a, b in CUTS
                 ]
-            assert torch.equal(torch.cat(parts), whole)
+            assert_alike(torch.cat(parts), whole, kind, dtype)
             rounded = dtype == torch.bfloat16 and library.pellucid_pairs()
             assert (whole - expected).abs().max() < (0.06 if rounded else 3e-5) * expected.abs().max()
 

@@ -205,7 +205,7 @@ def test_one_call_for_all_experts_and_one_for_each_are_near_the_exact_mixture(
     monkeypatch.setattr("pellucid.model.linear._processor_emulates", lambda: by_kernel)
     monkeypatch.setattr(experts._MixByKernel, "apply", lambda *args: calls.append(1) or apply(*args))
     if not by_kernel:
-        monkeypatch.setattr("pellucid.model.experts.fits", lambda *_: False)
+        monkeypatch.setattr("pellucid.model.experts.fits", lambda *_, **__: False)
     dtype = torch.bfloat16 if "bfloat16" in way else torch.float32
     moe = make_moe(hidden_size=32, moe_intermediate_size=16, **BIASED).to(dtype)
     with torch.no_grad():
@@ -226,6 +226,23 @@ def test_one_call_for_all_experts_and_one_for_each_are_near_the_exact_mixture(
     for name, grad in ours.items():
         assert (grad - theirs[name]).norm() <= near * theirs[name].norm(), name
         assert bool(grad.any()) == (not name.startswith("experts") or int(name.split(".")[1]) in chosen), name
+
+
+def test_emulated_bfloat16_widens_only_experts_that_are_used_and_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernels.available():
+        pytest.skip(f"no kernels: {kernels.missing()}")
+    monkeypatch.setattr("pellucid.model.linear._processor_emulates", lambda: True)
+    moe = make_moe(hidden_size=32, moe_intermediate_size=16, num_experts_per_tok=1).bfloat16()
+    x, widened, kept, given = some(1, 32).bfloat16(), [], [], experts._widened
+    monkeypatch.setattr(experts, "_widened", lambda *args: widened.extend(given(*args)) or widened[-24:])
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = moe(x)[0]
+    assert [w.dtype for w in widened].count(torch.float32) == 3 and len(widened) == 24
+    matrices = [t for t in kept if t.shape in ((16, 32), (32, 16))]
+    assert len(matrices) == 24 and all(t.dtype == torch.bfloat16 for t in matrices)
+    out.sum().backward()
+    grads = [e.up_proj.weight.grad for e in moe.experts]
+    assert sum(bool(grad.any()) for grad in grads) == 1 and all(grad.dtype == torch.bfloat16 for grad in grads)
 
 
 def test_bfloat16_products_have_few_different_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:

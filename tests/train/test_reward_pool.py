@@ -9,7 +9,7 @@ from pellucid.errors import ConfigError, TrainingError
 from pellucid.train.reward_pool import Judged, RewardPool
 
 MODULE = """
-import os, sys, time
+import os, signal, sys, time
 print("a module that talks")
 
 def length(prompt, completion, record):
@@ -22,6 +22,10 @@ def where(prompt, completion, record):
 def slow(prompt, completion, record):
     time.sleep(0.12)
     return 1
+
+def deaf(prompt, completion, record):
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    time.sleep(60)
 
 def bad(prompt, completion, record):
     if completion == "raise":
@@ -122,6 +126,22 @@ def test_a_reward_that_hangs_is_ended_in_time_and_its_process_too(pool):
     with pytest.raises(TrainingError, match=r"did not return within 0.3 s.*strategy.reward_timeout_s"):
         one.score([Judged("", "hang", {})])
     assert time.monotonic() - began < 5 and worker.process.poll() is not None
+
+
+def test_telling_a_worker_that_hangs_of_long_completions_ends(pool):
+    """A pipe holds 64 KiB: what does not fit would be waited for without a limit."""
+    one = pool("worth_of_tests:deaf", timeout_s=0.3)
+    began = time.monotonic()
+    with pytest.raises(TrainingError, match=r"did not return within 0.3 s"):
+        one.score([Judged("", "x" * 12_000, {})] * 16)
+    assert time.monotonic() - began < 10
+
+
+def test_few_completions_are_divided_over_all_workers(pool):
+    one = pool("worth_of_tests:slow", timeout_s=5, workers=4)
+    began = time.monotonic()
+    assert one.score([Judged("", "x", {})] * 16) == [[1.0]] * 16
+    assert time.monotonic() - began < 1.5  # one after the other they take 1.92 s
 
 
 @pytest.mark.parametrize(

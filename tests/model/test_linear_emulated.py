@@ -8,7 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid import kernels
+from pellucid.config import ModelConfig
+from pellucid.inference import Engine, SamplingParams
+from pellucid.model import Transformer
 from pellucid.model import linear as module
+from pellucid.model.attend import WindowAttend
 from pellucid.model.linear import Linear, is_emulated
 
 BF16 = torch.bfloat16
@@ -100,6 +104,33 @@ def test_everything_else_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
         made(x.bfloat16())  # float32 weights without autocast
     monkeypatch.setattr(module, "_processor_emulates", lambda: False)
     assert not is_emulated(x.bfloat16())
+
+
+def test_an_engine_under_autocast_draws_what_it_draws_in_bfloat16() -> None:
+    """As rollouts are: attention must not take the way out of emulation again and again."""
+    config = ModelConfig(
+        vocab_size=60, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=64, initializer_range=0.3,
+    )  # fmt: skip
+    model, params = (
+        Transformer(config, generator=torch.Generator().manual_seed(0)),
+        SamplingParams(max_tokens=8, temperature=0),
+    )
+    for exact in (True, False):
+        with torch.autocast("cpu", BF16):
+            rough = Engine(model, kv_gb=0.001, page_size=16, exact=exact).generate([[1, 2, 3], [4, 5]], params)
+        plain = Engine(model, kv_gb=0.001, page_size=16).generate([[1, 2, 3], [4, 5]], params)
+        assert [len(r.ids) for r in rough] == [8, 8] and [r.ids[:1] for r in rough] == [r.ids[:1] for r in plain]
+
+
+def test_attention_is_written_out_where_products_are_bfloat16s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (drawn(1, 9, heads, 16, seed=heads).bfloat16() for heads in (4, 2, 2))
+    attend = WindowAttend((None,), written_out=True)
+    ours = attend(0, q, k, v, scale=0.25)
+    monkeypatch.setattr("pellucid.model.attend.explicit_attention", lambda *_: pytest.fail("emulated products"))
+    assert torch.equal(ours, attend(0, q, k, v, scale=0.25)) and ours.dtype == BF16
+    wide = WindowAttend((None,))(0, q.float(), k.float(), v.float(), scale=0.25)
+    assert (ours - wide).abs().max() <= 2**-8 * wide.abs().max()
 
 
 def test_the_shape_is_known_without_data() -> None:
