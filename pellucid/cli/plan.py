@@ -103,13 +103,15 @@ def plan_facts(config: RunConfig, world_size: int, links: Sequence[str]) -> dict
     from pellucid.parallel.ordered import ORDERED_MODES
     from pellucid.parallel.plan import modes
     from pellucid.registry import lookup
+    from pellucid.model.linear import as_elsewhere
     from pellucid.train.activations import peak_activation_bytes
     from pellucid.train.estimate import planned_parameters
     from pellucid.train.setup import build_strategy, plan_mode
 
     whole_weights = getattr(build_strategy(config), "whole_weights", False)
     parameters = planned_parameters(config)
-    activations = peak_activation_bytes(config, device=_device(config))
+    with as_elsewhere():
+        activations = peak_activation_bytes(config, device=_device(config))
     facts: dict[str, Any] = {}
     for mode in modes():
         if mode == "none" and world_size > 1:

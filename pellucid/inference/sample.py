@@ -50,8 +50,11 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> Sampled:
     norm = _norm(logits)
     errors: list[str | None] = [None if fine else NOT_FINITE for fine in norm.isfinite().tolist()]
     adjusted = _adjust(logits, rows, errors)
-    tokens = adjusted.argmax(dim=-1)  # the first of equal maxima
     warm = [i for i, row in enumerate(rows) if not row.params.greedy and errors[i] is None]
+    if len(warm) < len(rows):
+        tokens = adjusted.argmax(dim=-1)  # the first of equal maxima
+    else:
+        tokens = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
     if warm:
         index = torch.tensor(warm, device=logits.device)
         chosen = [rows[i] for i in warm]

@@ -6,6 +6,8 @@ bfloat16 as torch does. The kernel's row has the same bits in any number of rows
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,7 +44,21 @@ def is_emulated(x: Tensor) -> bool:
     dtype = x.dtype
     if torch.is_autocast_enabled("cpu") and dtype != torch.float64:  # which autocast leaves alone
         dtype = torch.get_autocast_dtype("cpu")
-    return dtype == torch.bfloat16 and _processor_emulates() and kernels.available()
+    return dtype == torch.bfloat16 and not _elsewhere and _processor_emulates() and kernels.available()
+
+
+_elsewhere = False
+
+
+@contextmanager
+def as_elsewhere() -> Iterator[None]:
+    """Meanwhile bfloat16 is torch's: for what must not depend on the processor that it is planned on."""
+    global _elsewhere
+    before, _elsewhere = _elsewhere, True
+    try:
+        yield
+    finally:
+        _elsewhere = before
 
 
 @functools.cache

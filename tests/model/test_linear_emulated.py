@@ -102,6 +102,9 @@ def test_everything_else_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(odd(drawn(3, 33).bfloat16()), F.linear(drawn(3, 33).bfloat16(), odd.weight, odd.bias))
     with pytest.raises(RuntimeError, match="dtype"):
         made(x.bfloat16())  # float32 weights without autocast
+    with module.as_elsewhere():
+        assert not is_emulated(x.bfloat16())
+    assert is_emulated(x.bfloat16())
     monkeypatch.setattr(module, "_processor_emulates", lambda: False)
     assert not is_emulated(x.bfloat16())
 
