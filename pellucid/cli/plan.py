@@ -100,10 +100,10 @@ def plan_facts(config: RunConfig, world_size: int, links: Sequence[str]) -> dict
     """
     accumulation = micro_batches(config, world_size)
     speeds = {link: _link(link) for link in links}
+    from pellucid.model.linear import as_elsewhere
     from pellucid.parallel.ordered import ORDERED_MODES
     from pellucid.parallel.plan import modes
     from pellucid.registry import lookup
-    from pellucid.model.linear import as_elsewhere
     from pellucid.train.activations import peak_activation_bytes
     from pellucid.train.estimate import planned_parameters
     from pellucid.train.setup import build_strategy, plan_mode
