@@ -7,6 +7,7 @@ import pytest
 
 from pellucid.config import RunConfig, load_config
 from pellucid.model import Transformer
+from pellucid.model.linear import as_elsewhere
 from pellucid.train.activations import peak_activation_bytes
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -59,7 +60,8 @@ def test_the_batch_of_a_large_configuration_divides_over_its_ranks(name, ranks):
 def test_activations_are_what_the_comment_says(name, gib):
     text = (CONFIGS / f"{name}.toml").read_text()
     assert f"bout {gib} GiB of activations" in text
-    assert peak_activation_bytes(shipped(name)) / GIB == pytest.approx(gib, abs=0.7)
+    with as_elsewhere():
+        assert peak_activation_bytes(shipped(name)) / GIB == pytest.approx(gib, abs=0.7)
 
 
 @pytest.mark.parametrize("name", ["demo", "small", *PUBLISHED])
