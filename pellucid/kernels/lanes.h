@@ -28,6 +28,14 @@ namespace {
 constexpr int LANES = 16;
 using bfloat16 = uint16_t;
 
+#if defined(__AVX2__) && defined(__FMA__)
+inline __m256 eight(const float* p) { return _mm256_loadu_ps(p); }
+inline __m256 eight(const bfloat16* p) {
+    __m256i w = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
+}
+#endif
+
 // `ROWS`: how many rows of 16 columns are summed in registers at a time.
 
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
@@ -115,16 +123,12 @@ inline __m256 byte(__m256i w, int i) {
     return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(w, 24 - 8 * i), 24));
 }
 inline Vec byte(Words w, int i) { return {byte(w.a, i), byte(w.b, i)}; }
-inline __m256 widen8(const bfloat16* p) {
-    __m256i w = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
-}
-inline Vec widen(const bfloat16* p) { return {widen8(p), widen8(p + 8)}; }
+inline Vec widen(const bfloat16* p) { return {eight(p), eight(p + 8)}; }
 constexpr int DOT_ROWS = 3, DOT_STEP = 8;
 struct Dot { __m256 v; };
 inline Dot dot_zero() { return {_mm256_setzero_ps()}; }
 inline Dot dot_load(const float* p) { return {_mm256_loadu_ps(p)}; }
-inline Dot dot_load(const bfloat16* p) { return {widen8(p)}; }
+inline Dot dot_load(const bfloat16* p) { return {eight(p)}; }
 inline Dot fma(Dot a, Dot b, Dot c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline void sums_of_four(const Dot* a, float* out) {
     __m256 t = _mm256_hadd_ps(_mm256_hadd_ps(a[0].v, a[1].v), _mm256_hadd_ps(a[2].v, a[3].v));
@@ -250,11 +254,6 @@ template <class W> struct Rows16 {
 };
 
 #if defined(__AVX2__) && defined(__FMA__)
-inline __m256 eight(const float* p) { return _mm256_loadu_ps(p); }
-inline __m256 eight(const bfloat16* p) {
-    __m256i w = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
-}
 // 8 numbers of 8 rows, as columns
 template <class W> inline void turn(const W* const* rows, int64_t k, float* to) {
     __m256 a[8], pairs[8], fours[8];

@@ -1,6 +1,6 @@
 """Linear layers: torch's, but for bfloat16 on a processor that cannot multiply it.
 
-There torch emulates bfloat16 at some hundredth of the speed of float32 (measured: 5 against 140 GFLOP/s). Our kernel reads
+There torch emulates bfloat16 at a hundredth of the speed of float32 (machine D of bench/RESULTS.md). Our kernel reads
 weights in bfloat16 and multiplies in float32, and gradients are float32 products; what goes in and comes out is rounded to
 bfloat16 as torch does. The kernel's row has the same bits in any number of rows.
 """
