@@ -39,6 +39,8 @@ def test_the_readme_runs_as_printed(
 ) -> None:
     torch.set_num_threads(1)
     monkeypatch.chdir(tmp_path)
+    for kind in registry.HOMES:
+        registry.names(kind)  # or what is imported meanwhile would be registered in the copy alone
     monkeypatch.setattr(registry, "_entries", {kind: dict(entries) for kind, entries in registry._entries.items()})
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "prompts.jsonl").write_text('{"id": 1, "prompt": "Once"}\n{"id": "b", "ids": [5, 6]}\n')

@@ -64,7 +64,8 @@ def test_outputs_and_gradients_are_rounded_once(
     for found, wanted in zip(ours, exact, strict=True):
         assert found.dtype == (torch.float32 if autocast and found is not ours[0] else BF16)
         assert wanted.any() and found.shape == wanted.shape
-        rounding = 2**-8 if found.dtype == BF16 else 1e-6  # what comes in is exact, so that float32 gradients are not rounded
+        # what comes in is exact, so that float32 gradients are not rounded
+        rounding = 2**-8 if found.dtype == BF16 else 1e-6
         assert ((found - wanted).abs() <= rounding * wanted.abs() + 1e-5).all()
 
 

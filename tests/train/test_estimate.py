@@ -22,6 +22,8 @@ from pellucid.train.setup import plan_mode
 @pytest.fixture
 def entries(monkeypatch):
     """Room for optimizers of a test's own."""
+    for kind in registry.HOMES:
+        registry.names(kind)  # or what is imported meanwhile would be registered in the copy alone
     monkeypatch.setattr(registry, "_entries", {kind: dict(known) for kind, known in registry._entries.items()})
 
 
