@@ -19,7 +19,7 @@
 namespace {
 
 constexpr int GROUP = 32, GROUP4 = 320, GROUP8 = 512;
-constexpr int MANY = 12;  // rows from which on a forward turns plain weights
+constexpr int MANY = 12;  // rows from which on plain weights are turned or widened first
 
 // -- linear layers ------------------------------------------------------------------------------------------------------
 
@@ -38,6 +38,7 @@ struct Inputs {
     float* sums;
     int64_t stride;
     float* columns = nullptr;  // [threads, stride * 16]: room for plain weights turned; null: a row has the same bits in any number
+    bool widen = false;  // weights of 16 bits, for many rows; no number changes
 };
 
 inline void prepare(const Inputs& in, int64_t row, int64_t groups) {
@@ -138,16 +139,14 @@ template <int R, int T> inline void multiply8(const Linear& l, int64_t tile, con
     }
 }
 
-// Plain weights W: four outputs of R rows, each a product of two rows
-template <int R, class W> inline void dots(const W* const* w, int64_t inputs, const Inputs& in, int64_t row, float (*out)[LANES]) {
-    Dot total[R][4];
-    for (int r = 0; r < R; r++)
-        for (int o = 0; o < 4; o++) total[r][o] = dot_zero();
+// Plain weights W: to four outputs of R rows, each a product of two rows, `count` inputs are added, which begin at w and at `first`
+template <int R, class W>
+inline void add_dots(const W* const* w, const Inputs& in, int64_t row, int64_t first, int64_t count, Dot (&total)[R][4]) {
 #if PAIRS && defined(__AVX512BF16__)
     if constexpr (sizeof(W) == 2) {
-        for (int64_t k = 0; k < inputs; k += 32) {
+        for (int64_t k = 0; k < count; k += 32) {
             __m512i x[R];
-            for (int r = 0; r < R; r++) x[r] = _mm512_loadu_si512(in.pairs + (row + r) * in.stride + k);
+            for (int r = 0; r < R; r++) x[r] = _mm512_loadu_si512(in.pairs + (row + r) * in.stride + first + k);
             for (int o = 0; o < 4; o++) {
                 const __m512i weight = _mm512_loadu_si512(w[o] + k);
                 for (int r = 0; r < R; r++) total[r][o] = {_mm512_dpbf16_ps(total[r][o].v, (__m512bh)weight, (__m512bh)x[r])};
@@ -155,17 +154,24 @@ template <int R, class W> inline void dots(const W* const* w, int64_t inputs, co
         }
     } else
 #endif
-        for (int64_t k = 0; k < inputs; k += DOT_STEP) {
+        for (int64_t k = 0; k < count; k += DOT_STEP) {
             Dot x[R];
             for (int r = 0; r < R; r++) {
-                const int64_t at = (row + r) * in.stride + k;
-                x[r] = PAIRS && sizeof(W) == 2 ? dot_load(in.pairs + at) : dot_load(in.values + at);
+                const int64_t at = (row + r) * in.stride + first + k;
+                x[r] = kept(PAIRS && sizeof(W) == 2 ? dot_load(in.pairs + at) : dot_load(in.values + at));
             }
             for (int o = 0; o < 4; o++) {
-                const Dot weight = dot_load(w[o] + k);
+                const Dot weight = kept(dot_load(w[o] + k));
                 for (int r = 0; r < R; r++) total[r][o] = fma(x[r], weight, total[r][o]);
             }
         }
+}
+
+template <int R, class W> inline void dots(const W* const* w, int64_t inputs, const Inputs& in, int64_t row, float (*out)[LANES]) {
+    Dot total[R][4];
+    for (int r = 0; r < R; r++)
+        for (int o = 0; o < 4; o++) total[r][o] = dot_zero();
+    add_dots<R>(w, in, row, 0, inputs, total);
     for (int r = 0; r < R; r++) sums_of_four(total[r], out[r]);
 }
 
@@ -254,7 +260,56 @@ void linear_columns(const Linear& l, int64_t first, int64_t last, const Inputs& 
     }
 }
 
+// Many rows of weights of 16 bits, each number with the bits that `multiply_plain` gives it: four outputs' weights are widened
+// once for some rows, as many inputs at a time as stay in the nearest cache
+constexpr int64_t SOME_ROWS = 16 * DOT_ROWS, SOME_INPUTS = 768;
+
+template <int R>
+inline void widened_rows(const float* const* w, const Inputs& in, int64_t row, int64_t first, int64_t count, int64_t inputs,
+                         Dot (*sums)[4], float (*out)[LANES]) {
+    Dot total[R][4];
+    for (int r = 0; r < R; r++)
+        for (int o = 0; o < 4; o++) total[r][o] = first ? sums[r][o] : dot_zero();
+    add_dots<R>(w, in, row, first, count, total);
+    for (int r = 0; r < R; r++) {
+        if (first + count == inputs) sums_of_four(total[r], out[r]);
+        else std::copy_n(total[r], 4, sums[r]);
+    }
+}
+
+void linear_widened(const Linear& l, int64_t first, int64_t last, const Inputs& in, int64_t rows, const Output& to) {
+    const int64_t inputs = l.groups * GROUP;
+    float widened[4 * SOME_INPUTS], made[SOME_ROWS][LANES];
+    Dot sums[SOME_ROWS][4];
+    for (int64_t tile = first; tile < last; tile++)
+        for (int64_t begin = 0; begin < rows; begin += SOME_ROWS) {
+            const int64_t count = std::min(SOME_ROWS, rows - begin);
+            for (int o = 0; o < LANES; o += 4)
+                for (int64_t k = 0; k < inputs; k += SOME_INPUTS) {
+                    const int64_t some = std::min(SOME_INPUTS, inputs - k);
+                    const float* weights[4];
+                    for (int i = 0; i < 4; i++) {
+                        const int64_t output = std::min(tile * LANES + o + i, l.outputs - 1);
+                        const bfloat16* from = reinterpret_cast<const bfloat16*>(l.weights) + output * inputs + k;
+                        float* put = widened + i * SOME_INPUTS;
+                        for (int64_t j = 0; j < some; j += LANES) store(put + j, widen(from + j));
+                        weights[i] = put;
+                    }
+                    const auto out = [&](int64_t r) { return reinterpret_cast<float(*)[LANES]>(made[r] + o); };
+                    int64_t r = 0;
+                    for (; r + DOT_ROWS <= count; r += DOT_ROWS)
+                        widened_rows<DOT_ROWS>(weights, in, begin + r, k, some, inputs, sums + r, out(r));
+                    for (; r < count; r++) widened_rows<1>(weights, in, begin + r, k, some, inputs, sums + r, out(r));
+                }
+            for (int64_t r = 0; r < count; r++) {
+                const Vec total = load(made[r]);
+                emit(to, begin + r, tile, l.bias ? total + load(l.bias + tile * LANES) : total);
+            }
+        }
+}
+
 void linear(const Linear& l, int64_t first, int64_t last, const Inputs& in, int64_t rows, const Output& to) {
+    if (in.widen && l.bits == 16 && rows >= MANY) return linear_widened(l, first, last, in, rows, to);
     if (in.columns && rows >= MANY) {
         if (l.bits == 32) return linear_columns<float>(l, first, last, in, rows, to);
         if (l.bits == 16 && !PAIRS) return linear_columns<bfloat16>(l, first, last, in, rows, to);
@@ -529,7 +584,7 @@ int pellucid_linear(const Linear* l, float* values, int64_t rows, float* out, in
     const int64_t stride = l->groups * GROUP;
     const Floats sums = floats(rows * l->groups);
     std::vector<bfloat16> pairs(PAIRS ? rows * stride : 0);
-    const Inputs in{values, pairs.data(), sums.get(), stride};
+    const Inputs in{values, pairs.data(), sums.get(), stride, nullptr, !PAIRS};
 #pragma omp parallel num_threads(int(threads))
     {
         const Share mine = share(rows);

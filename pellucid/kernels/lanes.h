@@ -79,6 +79,10 @@ inline Dot dot_zero() { return {_mm512_setzero_ps()}; }
 inline Dot dot_load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline Dot dot_load(const bfloat16* p) { return {widen(p).v}; }
 inline Dot fma(Dot a, Dot b, Dot c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Dot kept(Dot a) {  // in a register: the compiler would load it again for each product
+    asm("" : "+v"(a.v));
+    return a;
+}
 inline __m256 fold(Dot a) {
     return _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
 }
@@ -130,6 +134,10 @@ inline Dot dot_zero() { return {_mm256_setzero_ps()}; }
 inline Dot dot_load(const float* p) { return {_mm256_loadu_ps(p)}; }
 inline Dot dot_load(const bfloat16* p) { return {eight(p)}; }
 inline Dot fma(Dot a, Dot b, Dot c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+inline Dot kept(Dot a) {
+    asm("" : "+x"(a.v));
+    return a;
+}
 inline void sums_of_four(const Dot* a, float* out) {
     __m256 t = _mm256_hadd_ps(_mm256_hadd_ps(a[0].v, a[1].v), _mm256_hadd_ps(a[2].v, a[3].v));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1)));
@@ -173,6 +181,7 @@ inline Vec widen(const bfloat16* p) {
 }
 constexpr int DOT_ROWS = 1, DOT_STEP = LANES;
 using Dot = Vec;
+inline Dot kept(Dot a) { return a; }
 inline Dot dot_zero() { return all(0); }
 inline Dot dot_load(const float* p) { return load(p); }
 inline Dot dot_load(const bfloat16* p) { return widen(p); }

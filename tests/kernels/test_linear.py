@@ -131,10 +131,10 @@ def test_no_rows(bits):
     assert packed(bits, 33, 47).multiply(torch.empty(0, 47)).shape == (0, 33)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 7, 20])
+@pytest.mark.parametrize(("rows", "inputs"), [(1, 160), (3, 160), (7, 160), (20, 160), (53, 1600)])  # many, and wide
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_product_of_plain_weights(variant, dtype, rows):
-    weight, bias, x = drawn(37, 160).to(dtype), drawn(48, seed=2), drawn(rows, 160, seed=1)
+def test_a_product_of_plain_weights(variant, dtype, rows, inputs):
+    weight, bias, x = drawn(37, inputs).to(dtype), drawn(48, seed=2), drawn(rows, inputs, seed=1)
     taken = x.bfloat16() if dtype == torch.bfloat16 and variant else x
     exact = F.linear(taken.double(), weight.double(), bias[:37].double())
 
@@ -145,4 +145,5 @@ def test_a_product_of_plain_weights(variant, dtype, rows):
 
     out = product(x)
     assert ((out - exact).abs() <= 1e-6 * F.linear(taken.double().abs(), weight.double().abs()) + 1e-5).all()
-    assert torch.equal(torch.cat([product(part) for part in x.split(2)]), out)
+    for together in (1, 2, 12, 13):
+        assert torch.equal(torch.cat([product(part) for part in x.split(together)]), out), together
