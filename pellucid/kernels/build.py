@@ -80,7 +80,8 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
 def load(path: Path) -> ctypes.CDLL:
     """A compiled library, its functions declared."""
     found = ctypes.CDLL(str(path))
-    found.pellucid_linear.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
+    for of_rows in (found.pellucid_linear, found.pellucid_linear_bfloat16):
+        of_rows.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
     found.pellucid_decode.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     found.pellucid_experts_forward.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     found.pellucid_experts_backward.argtypes = [ctypes.c_void_p, ctypes.c_void_p]

@@ -598,6 +598,33 @@ int pellucid_linear(const Linear* l, float* values, int64_t rows, float* out, in
     return 1;
 }
 
+// x [rows, groups * 32] -> out [rows, outputs], weights of 16 bits
+int pellucid_linear_bfloat16(const Linear* l, const bfloat16* x, int64_t rows, bfloat16* out, int64_t threads) try {
+    const int64_t stride = l->groups * GROUP, made_stride = l->tiles * LANES;
+    const Floats values = floats(rows * stride), sums = floats(rows * l->groups), made = floats(rows * made_stride);
+    std::vector<bfloat16> pairs(PAIRS ? rows * stride : 0);
+    const Inputs in{values.get(), pairs.data(), sums.get(), stride, nullptr, !PAIRS};
+#pragma omp parallel num_threads(int(threads))
+    {
+        const Share mine = share(rows), tiles = share(l->tiles);
+        for (int64_t r = mine.first; r < mine.last; r++) {
+            for (int64_t k = 0; k < stride; k += LANES) store(values.get() + r * stride + k, widen(x + r * stride + k));
+            if (PAIRS) prepare(in, r, l->groups);
+        }
+#pragma omp barrier
+        linear(*l, tiles.first, tiles.last, in, rows, {made.get(), made_stride, Output::STORE});
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t tile = tiles.first; tile < tiles.last; tile++) {
+                bfloat16 rounded[LANES];
+                narrow(rounded, load(made.get() + r * made_stride + tile * LANES));
+                std::copy_n(rounded, std::min<int64_t>(LANES, l->outputs - tile * LANES), out + r * l->outputs + tile * LANES);
+            }
+    }
+    return 0;
+} catch (const std::bad_alloc&) {
+    return 1;
+}
+
 int pellucid_decode(const Decoder* m, const Step* s) try {
     if (m->cache_is_bfloat16) run<bfloat16>(*m, *s);
     else run<float>(*m, *s);

@@ -232,9 +232,20 @@ inline float maximum(Vec a) {
     return *std::max_element(v, v + LANES);
 }
 
+#if defined(__AVX2__) && defined(__FMA__)
+inline __m256i narrow_eight(__m256 x) {  // `narrow_one` of each, in 32 bits
+    const __m256i bits = _mm256_castps_si256(x), upper = _mm256_srli_epi32(bits, 16), one = _mm256_set1_epi32(1);
+    const __m256i ties = _mm256_add_epi32(_mm256_set1_epi32(0x7fff), _mm256_and_si256(upper, one));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(_mm256_srli_epi32(_mm256_add_epi32(bits, ties), 16), _mm256_or_si256(upper, _mm256_set1_epi32(64)), nan);
+}
+#endif
 inline void narrow(bfloat16* to, Vec a) {
 #if defined(__AVX512BF16__)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(a.v));
+#elif defined(__AVX2__) && defined(__FMA__) && !defined(WIDE)
+    const __m256i both = _mm256_packus_epi32(narrow_eight(a.a), narrow_eight(a.b));  // by halves of 128 bits
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(both, 0xd8));
 #else
     float v[LANES];
     store(v, a);

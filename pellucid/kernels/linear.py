@@ -162,22 +162,25 @@ def _packed_linear(x: Tensor, packed: Tensor, scales: Tensor, outputs: int) -> T
     return out[:, :outputs]
 
 
-torch.library.define("pellucid::plain_linear", "(Tensor x, Tensor weight) -> Tensor")
+torch.library.define("pellucid::bfloat16_linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 
 
-@torch.library.impl("pellucid::plain_linear", "CPU")
-def _plain_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Rows float32 ``[N, I]``, weights as `plain_struct` takes them -> float32 ``[N, O]``."""
+@torch.library.impl("pellucid::bfloat16_linear", "CPU")
+def _bfloat16_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Rows ``[N, I]``, ``weight [O, I]``, I a multiple of `GROUP`, and ``bias [O]``, added up in float32, rounded: ``[N, O]``."""
     x, weight = x.contiguous(), weight.contiguous()
-    out = x.new_empty(len(x), -(-len(weight) // LANES) * LANES)
-    layer, threads = plain_struct(weight), torch.get_num_threads()
-    check(library().pellucid_linear(ctypes.addressof(layer), x.data_ptr(), len(x), out.data_ptr(), threads))
-    return out[:, : len(weight)]
+    outputs = len(weight)
+    out: Tensor = _bfloat16_shape(x, weight, bias)
+    padded = None if bias is None else F.pad(bias.float(), (0, -outputs % LANES))
+    layer, threads = plain_struct(weight, padded), torch.get_num_threads()
+    check(library().pellucid_linear_bfloat16(ctypes.addressof(layer), x.data_ptr(), len(x), out.data_ptr(), threads))
+    return out
 
 
-@torch.library.register_fake("pellucid::plain_linear")  # type: ignore[untyped-decorator]
-def _plain_shape(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(len(x), -(-len(weight) // LANES) * LANES)[:, : len(weight)]
+@torch.library.register_fake("pellucid::bfloat16_linear")  # type: ignore[untyped-decorator]
+def _bfloat16_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    assert x.dtype == weight.dtype == torch.bfloat16
+    return x.new_empty(len(x), len(weight))
 
 
 @torch.library.register_fake("pellucid::packed_linear")  # type: ignore[untyped-decorator]

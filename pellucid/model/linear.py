@@ -69,10 +69,8 @@ def _processor_emulates() -> bool:
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """`linear`, and x as rows ``[N, I]`` and the weight, both in bfloat16."""
     rows, weight = x.reshape(-1, x.shape[-1]).to(torch.bfloat16), weight.to(torch.bfloat16)
-    out: Tensor = torch.ops.pellucid.plain_linear(rows.float(), weight)
-    if bias is not None:
-        out += bias.to(torch.bfloat16)
-    return out.to(torch.bfloat16).view(*x.shape[:-1], len(weight)), rows, weight
+    out = torch.ops.pellucid.bfloat16_linear(rows, weight, None if bias is None else bias.to(torch.bfloat16))
+    return out.view(*x.shape[:-1], len(weight)), rows, weight
 
 
 class _InFloat32(torch.autograd.Function):

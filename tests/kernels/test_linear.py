@@ -147,3 +147,22 @@ def test_a_product_of_plain_weights(variant, dtype, rows, inputs):
     assert ((out - exact).abs() <= 1e-6 * F.linear(taken.double().abs(), weight.double().abs()) + 1e-5).all()
     for together in (1, 2, 12, 13):
         assert torch.equal(torch.cat([product(part) for part in x.split(together)]), out), together
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "rows"), [(37, 160, 3), (64, 96, 1), (16, 32, 20), (37, 64, 0)])
+def test_bfloat16_in_and_out_is_rounded_once_as_torch_rounds(variant, outputs, inputs, rows):
+    weight, bias, x = (
+        drawn(outputs, inputs).bfloat16(),
+        drawn(outputs, seed=2).bfloat16(),
+        drawn(rows, inputs, seed=1).bfloat16(),
+    )
+    wide, made, layer = x.float(), torch.empty(rows, -(-outputs // 16) * 16), plain_struct(weight)
+    kernels.linear.library().pellucid_linear(ctypes.addressof(layer), wide.data_ptr(), rows, made.data_ptr(), 2)
+    expected = made[:, :outputs]
+    assert torch.equal(torch.ops.pellucid.bfloat16_linear(x, weight, None), expected.bfloat16())
+    assert torch.equal(torch.ops.pellucid.bfloat16_linear(x, weight, bias), (expected + bias.float()).bfloat16())
+    for odd in (torch.inf, -torch.inf, torch.nan):
+        spoiled = x.clone()
+        spoiled[:1] = odd
+        out = torch.ops.pellucid.bfloat16_linear(spoiled, weight, bias)
+        assert not out[:1].isfinite().any() and out[1:].isfinite().all()

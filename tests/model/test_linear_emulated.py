@@ -139,6 +139,6 @@ def test_attention_is_written_out_where_products_are_bfloat16s_own(monkeypatch: 
 
 
 def test_the_shape_is_known_without_data() -> None:
-    x, weight = torch.empty(3, 64, device="meta"), torch.empty(20, 64, dtype=BF16, device="meta")
-    out = torch.ops.pellucid.plain_linear(x, weight)
-    assert out.shape == (3, 20) and out.dtype == torch.float32
+    x, weight = (torch.empty(size, 64, dtype=BF16, device="meta") for size in (3, 20))
+    out = torch.ops.pellucid.bfloat16_linear(x, weight, None)
+    assert out.shape == (3, 20) and out.dtype == BF16
