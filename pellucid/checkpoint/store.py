@@ -167,13 +167,7 @@ def verify(path: Path, *, hashes: bool | Collection[str] = True) -> dict[str, An
         CheckpointError: it is incomplete or damaged; names the first bad file.
     """
     manifest = _read_json(path / MANIFEST)
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path / MANIFEST} is no checkpoint manifest (format {manifest.get('format')!r})")
-    if manifest["format_version"] > FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path} has format version {manifest['format_version']}, this version of pellucid reads up to {FORMAT_VERSION}; "
-            "upgrade pellucid"
-        )
+    _check_manifest(path / MANIFEST, manifest)
     for name, expected in manifest["files"].items():
         file = path / name
         if not file.is_file():
@@ -187,6 +181,39 @@ def verify(path: Path, *, hashes: bool | Collection[str] = True) -> dict[str, An
         if wanted and files.sha256(file) != expected["sha256"]:
             raise CheckpointError(f"{file} does not have the hash that its manifest says; the file is damaged")
     return manifest
+
+
+def _check_manifest(path: Path, manifest: dict[str, Any]) -> None:
+    """`CheckpointError` that names the key of a manifest which is missing, of a newer format or cannot be right."""
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is no checkpoint manifest (format {manifest.get('format')!r})")
+
+    def whole(key: str, value: Any) -> int:
+        if type(value) is not int or value < 0:
+            raise CheckpointError(f"{path} is damaged: {key} must be a whole number from 0, got {value!r:.80}")
+        return value
+
+    def table(key: str, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{path} is damaged: {key} must be an object, got {value!r:.80}")
+        return value
+
+    version = whole("format_version", manifest.get("format_version"))
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path.parent} has format version {version}, this version of pellucid reads up to {FORMAT_VERSION}; "
+            "upgrade pellucid"
+        )
+    whole("step", manifest.get("step"))
+    for name, said in table("files", manifest.get("files")).items():
+        whole(f"files[{name!r}].bytes", table(f"files[{name!r}]", said).get("bytes"))
+        if not isinstance(said.get("sha256"), str):
+            raise CheckpointError(
+                f"{path} is damaged: files[{name!r}].sha256 must be a string, got {said.get('sha256')!r:.80}"
+            )
+    for name in (STATE, RNG, WEIGHTS):
+        if name not in manifest["files"]:
+            raise CheckpointError(f"{path} is damaged: files does not list {name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +304,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; the checkpoint is incomplete") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object")

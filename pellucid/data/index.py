@@ -91,7 +91,7 @@ def read_index(folder: Path) -> DataIndex:
         raise DataError(f"{folder} is a file; give the folder made by `pellucid prepare`") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged: not JSON ({error}); prepare the data again") from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise DataError(f'{path} is not an index of Pellucid\'s data: "format" must be "{FORMAT}"')
@@ -103,7 +103,7 @@ def read_index(folder: Path) -> DataIndex:
         )
     try:
         return _index_from(raw)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         what = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
         raise DataError(f"{path} is damaged: {what}; prepare the data again") from error
 

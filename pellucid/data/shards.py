@@ -77,7 +77,7 @@ class ShardWriter:
         first, start = 0, 0
         while first < len(ends):
             stop = int(np.searchsorted(ends, start + self._shard_tokens - self._in_shard, side="right"))
-            if stop == first:
+            if stop <= first:  # below it where the open shard has more than shard_tokens already
                 if self._open:
                     self._close_shard()
                     continue

@@ -16,10 +16,11 @@ from pellucid.checkpoint.store import (
     newest_complete,
     newest_undamaged,
     open_checkpoint,
+    verify,
     write_files,
     writing_bytes,
 )
-from pellucid.errors import StorageError
+from pellucid.errors import CheckpointError, StorageError
 from pellucid.parallel.parts import Part
 
 
@@ -59,6 +60,51 @@ def test_the_manifest_lists_every_other_file_with_its_size_and_hash(tmp_path):
     assert set(manifest["files"]) == on_disk and list(manifest["files"]) == sorted(on_disk)
     for name, said in manifest["files"].items():  # what was noted while writing is what is there
         assert said == {"bytes": (folder / name).stat().st_size, "sha256": files.sha256(folder / name)}, name
+
+
+WRONG_KEYS = [
+    (["format"], ["other", None]),
+    (["format_version"], ["1", True, -1, 1.5]),
+    (["step"], ["2", None]),
+    (["files"], [[], "x"]),
+    (["files", "state.json"], [1, None]),
+    (["files", "model.safetensors", "bytes"], ["1", None, -1, 1e300]),
+    (["files", "rng.safetensors", "sha256"], [1, None]),
+]
+
+
+@pytest.mark.parametrize(("keys", "values"), WRONG_KEYS)
+def test_a_key_of_a_manifest_that_is_missing_or_wrong_is_named_and_the_checkpoint_before_is_taken(
+    tmp_path, capfd, keys, values
+):
+    store = CheckpointStore(tmp_path)
+    before, newest = save(store, 1), save(store, 2)
+    path = newest / "manifest.json"
+    whole = path.read_text()
+    for value in [*values, ...]:
+        manifest = table = json.loads(whole)
+        for part in keys[:-1]:
+            table = table[part]
+        if value is ...:
+            del table[keys[-1]]
+        else:
+            table[keys[-1]] = value
+        path.write_text(json.dumps(manifest))
+        with pytest.raises(CheckpointError) as refused:
+            verify(newest)
+        assert str(path) in str(refused.value) and keys[-1] in str(refused.value)
+        assert not is_complete(newest) and newest_complete(tmp_path) == newest_undamaged(tmp_path) == before
+        assert "step_00000002" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"format": "pellucid-checkpoint"}', "{}", "1", "", "\0"])
+def test_a_manifest_that_is_none_is_a_damaged_checkpoint(tmp_path, text):
+    store = CheckpointStore(tmp_path)
+    before, newest = save(store, 1), save(store, 2)
+    (newest / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"step_00000002/manifest\.json"):
+        open_checkpoint(newest)
+    assert newest_complete(tmp_path) == newest_undamaged(tmp_path) == before
 
 
 def test_the_last_n_and_every_m_are_kept(tmp_path):

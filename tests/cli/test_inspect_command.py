@@ -116,6 +116,13 @@ def test_an_incomplete_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "manifest.json is missing" in refused(capsys, checkpoint)
 
 
+def test_a_manifest_without_its_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "checkpoints/step_00000020/manifest.json").write_text('{"format": "pellucid-checkpoint"}')
+    for path in (run, run / "checkpoints/step_00000020"):
+        assert "step_00000020/manifest.json is damaged: format_version" in refused(capsys, path)
+
+
 def test_a_log_may_end_in_a_torn_line_but_not_hold_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run")
     log = run / "metrics.jsonl"

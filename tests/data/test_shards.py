@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pellucid.data.index import FORMAT_VERSION, write_index
@@ -15,11 +15,22 @@ from pellucid.data.shards import ShardWriter, TokenData, dtype_for
 from pellucid.errors import DataError, StorageError
 
 
-def write_data(folder: Path, documents: list[np.ndarray], *, vocab_size: int = 1000, shard_tokens: int = 100) -> Path:
+def write_data(
+    folder: Path,
+    documents: list[np.ndarray],
+    *,
+    vocab_size: int = 1000,
+    shard_tokens: int = 100,
+    at_once: int | None = None,
+) -> Path:
     dtype = dtype_for(vocab_size)
     writer = ShardWriter(folder, "train", dtype, shard_tokens)
-    for ids in documents:
-        writer.add(ids)
+    if at_once is None:
+        for ids in documents:
+            writer.add(ids)
+    else:
+        for chunk in (documents[i : i + at_once] for i in range(0, len(documents), at_once)):
+            writer.add_many(np.concatenate(chunk), np.array([len(ids) for ids in chunk]))
     entry = writer.finish()
     write_index(
         folder, dtype=dtype, vocab_size=vocab_size, tokenizer_sha256="0" * 64, splits={"train": entry}, sources=[]
@@ -33,19 +44,28 @@ def some_documents(count: int = 40, vocab_size: int = 1000, longest: int = 40) -
 
 
 @settings(max_examples=60, deadline=None)
-@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40), shard_tokens=st.integers(1, 60), data=st.data())
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    shard_tokens=st.integers(1, 60),
+    at_once=st.none() | st.integers(1, 40),
+    data=st.data(),
+)
+@example(lengths=[4, 1], shard_tokens=3, at_once=2, data=None)  # a document longer than a shard is followed by another
 def test_reads_and_spans_equal_those_of_one_long_array(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], shard_tokens: int, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory,
+    lengths: list[int],
+    shard_tokens: int,
+    at_once: int | None,
+    data: st.DataObject | None,
 ) -> None:
     rng = np.random.default_rng(len(lengths))
     documents = [rng.integers(0, 1000, n) for n in lengths]
-    split = TokenData.open(write_data(tmp_path_factory.mktemp("data"), documents, shard_tokens=shard_tokens)).split(
-        "train"
-    )
+    folder = write_data(tmp_path_factory.mktemp("data"), documents, shard_tokens=shard_tokens, at_once=at_once)
+    split = TokenData.open(folder).split("train")
     flat, ends = np.concatenate(documents), np.cumsum(lengths)
     assert (split.num_tokens, split.num_documents) == (len(flat), len(lengths))
-    start = data.draw(st.integers(0, len(flat) - 1))
-    stop = data.draw(st.integers(start + 1, len(flat)))
+    start = data.draw(st.integers(0, len(flat) - 1)) if data else 0
+    stop = data.draw(st.integers(start + 1, len(flat))) if data else len(flat)
     got = split.read(start, stop)
     assert got.dtype == np.int64
     np.testing.assert_array_equal(got, flat[start:stop])
@@ -205,6 +225,7 @@ def test_a_file_that_shrinks_under_the_reader_is_an_error(tmp_path: Path) -> Non
         ({"vocab_size": None}, "damaged"),
         ({"splits": {"train": {"tokens": 1, "documents": 1, "files": ["../x.bin"]}}}, "not the name"),
         ({"splits": {"train": {"documents": 1, "files": []}}}, "'tokens' is missing"),
+        ({"splits": {"train": {"tokens": float("inf"), "documents": 1, "files": []}}}, "damaged: .*infinity"),
         ({"splits": {"train": {"tokens": 3, "documents": 1, "files": []}}}, "should have 3 tokens"),
         ({"splits": []}, "damaged"),
     ],
@@ -223,6 +244,9 @@ def test_what_is_no_data_folder_is_refused_with_the_way_out(tmp_path: Path) -> N
     with pytest.raises(DataError, match=r"no index.json.*pellucid prepare"):
         TokenData.open(tmp_path)
     (tmp_path / "index.json").write_text('{"format": ')
+    with pytest.raises(DataError, match="not JSON"):
+        TokenData.open(tmp_path)
+    (tmp_path / "index.json").write_text("[" * 100_000)
     with pytest.raises(DataError, match="not JSON"):
         TokenData.open(tmp_path)
     with pytest.raises(DataError, match="is a file"):

@@ -191,6 +191,15 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_used(tmp_path, 
     assert_same(outcome(out), unbroken)
 
 
+def test_a_manifest_without_its_keys_is_named_and_the_checkpoint_before_it_is_used(tmp_path, unbroken, capfd):
+    out = tmp_path / "run"
+    assert fork(lambda: run(out, resume=False, train__keep_last=0)) == 0
+    (out / "checkpoints/step_00000006/manifest.json").write_text('{"format": "pellucid-checkpoint"}')
+    assert fork(lambda: run(out, train__keep_last=0)) == 0
+    assert "skipping checkpoint step_00000006" in capfd.readouterr().err
+    assert_same(outcome(out), unbroken)
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused(tmp_path):
     out = tmp_path / "run"
     run(out, train__keep_last=0)
