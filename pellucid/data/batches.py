@@ -65,6 +65,12 @@ class Samples(ABC, Generic[AnyBatch]):
 
     split: Counted
 
+    @property
+    def identity(self) -> dict[str, str]:
+        """What samples of equal data have too: hashes of prepared files and of their tokenizer; of anything else nothing."""
+        known: dict[str, str] = getattr(getattr(self, "split", None), "identity", {})
+        return known
+
     @abstractmethod
     def __len__(self) -> int: ...
 
@@ -150,6 +156,12 @@ class Windows(Samples[Batch]):
         )
 
 
+_OF_DATA = {
+    "windows": "data of {} windows", "seed": "data in the order of seed {}",
+    "data": "training data of hash {:.12}", "tokenizer": "data of a tokenizer of hash {:.12}",
+}  # fmt: skip
+
+
 class Loader(Generic[AnyBatch]):
     """The micro-batches of one optimizer step at a time, without end.
 
@@ -157,7 +169,8 @@ class Loader(Generic[AnyBatch]):
     ``world_size`` equal slices. The last step of an epoch takes what is left. All ranks get equally many
     micro-batches of equal shape, filled up with empty rows.
 
-    ``epoch`` and ``samples`` (consumed in this epoch, by all ranks) are the whole state, and with ``repeats`` also ``repeat``.
+    ``epoch`` and ``samples`` (consumed in this epoch, by all ranks) are the whole state, and with ``repeats`` also ``repeat``;
+    the rest of a cursor says of what data it is.
 
     Args:
         repeats: steps in a row that get the same samples.
@@ -216,16 +229,23 @@ class Loader(Generic[AnyBatch]):
     def state_dict(self) -> dict[str, Any]:
         """The global cursor: the same on every rank and for every world size."""
         repeat = {"repeat": self.repeat} if self.repeats > 1 else {}
-        return {"epoch": self.epoch, "samples": self.samples, "windows": len(self.windows), "seed": self.seed, **repeat}
+        return {"epoch": self.epoch, "samples": self.samples, **self._order(), **repeat}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a cursor; `CheckpointError` if it is one of other data or another seed."""
-        for key, mine in (("windows", len(self.windows)), ("seed", self.seed)):
-            if state[key] != mine:
+        """Continue at a cursor; `CheckpointError` if it is one of other data or another seed, as far as both sides know theirs."""
+        for key, mine in self._order().items():
+            theirs = state.get(key, mine)
+            if theirs != mine:
+                was, now = (_OF_DATA[key].format(value) for value in (theirs, mine))
                 raise CheckpointError(
-                    f"the checkpoint's cursor has {key} {state[key]}, this run has {mine}; use the same data"
+                    f"the checkpoint's cursor is in {was}, and this run has {now}; resume with the data (data.path) and the seed "
+                    "that the run began with, or start a new run with --init"
                 )
         self.epoch, self.samples, self.repeat = state["epoch"], state["samples"], state.get("repeat", 0) % self.repeats
+
+    def _order(self) -> dict[str, Any]:
+        """What the order of samples, and the samples themselves, depend on."""
+        return {"windows": len(self.windows), "seed": self.seed, **self.windows.identity}
 
 
 def permute(index: npt.NDArray[np.int64], length: int, key: int) -> npt.NDArray[np.int64]:

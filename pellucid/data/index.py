@@ -47,6 +47,13 @@ class DataIndex:
     rollouts: bool
     """Of kind "grpo": answers and rewards are stored beside the prompts."""
 
+    def identity(self, split: str) -> dict[str, str]:
+        """What equal data has too, whatever its folder is called: "tokenizer", and "data" where the index has hashes."""
+        known = {"tokenizer": self.tokenizer_sha256}
+        if hashes := self.splits[split].sha256:
+            known["data"] = hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
+        return known
+
 
 def write_index(
     folder: Path,

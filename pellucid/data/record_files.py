@@ -198,6 +198,7 @@ class RecordSplit:
     def __init__(self, folder: Path, name: str, index: DataIndex) -> None:
         self.name, self.folder, self.kind, self.rollouts = name, folder, index.kind, index.rollouts
         self._entry = index.splits[name]
+        self.identity = index.identity(name)
         self._fds: list[int] = []
         self._tokens = Split(folder, name, index)
         self.num_tokens, self.num_documents = self._tokens.num_tokens, self._tokens.num_documents

@@ -217,6 +217,7 @@ class Split:
     def __init__(self, folder: Path, name: str, index: DataIndex) -> None:
         self.name = name
         self._entry = index.splits[name]
+        self.identity = index.identity(name)
         self._dtype, self._vocab_size = DTYPES[index.dtype], index.vocab_size
         self._shards: list[_Shard] = []
         self.num_tokens = 0

@@ -151,7 +151,8 @@ class _Store:
 
     def __init__(self, folder: Path, split: str, sha256: str, samples: Samples[Any]) -> None:
         self.values, self.head = folder / FOLDER / f"{split}.bin", folder / FOLDER / f"{split}.json"
-        self.facts = {"reference_sha256": sha256, "samples": len(samples), "tokens": samples.split.num_tokens}
+        sizes = {"samples": len(samples), "tokens": samples.split.num_tokens}
+        self.facts = {"reference_sha256": sha256, **sizes, **samples.identity}
         self.records, self.samples = samples.split.num_documents, len(samples)
         self._map: Any = None
         self._kept_at = time.monotonic()

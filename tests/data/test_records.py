@@ -148,7 +148,7 @@ def test_a_stopped_run_goes_on_with_the_same_rows_holding_the_same_records() -> 
         for batch in one:
             merged |= seen(batch)
         assert merged == seen(two[0])
-    with pytest.raises(CheckpointError, match="use the same data"):
+    with pytest.raises(CheckpointError, match="resume with the data"):
         Loader(conversations(90, context=30), global_batch=4, micro_batch=2, seed=1).load_state_dict(
             unbroken.state_dict()
         )

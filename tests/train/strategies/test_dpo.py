@@ -36,7 +36,7 @@ def other(tmp_path_factory):
     return folder
 
 
-def run(out="", *, resume=False, stop_at=None, data=None, **changes):
+def run(out="", *, resume=False, stop_at=None, data=None, val_data=None, **changes):
     settings = dict(
         strategy__name="dpo", train__steps=4, train__global_batch=6, train__micro_batch=1, train__val_every=2,
         train__save_every=2, train__keep_last=0, optim__warmup_steps=0, optim__schedule="constant",
@@ -47,7 +47,7 @@ def run(out="", *, resume=False, stop_at=None, data=None, **changes):
     trainer = Trainer(
         tiny_config(out, **(settings | changes)),
         train_data=data or pairs(21),
-        val_data=pairs(7, seed=5),
+        val_data=val_data or pairs(7, seed=5),
         callbacks=[seen],
     )
     trainer.train(resume=resume)
@@ -361,6 +361,20 @@ def test_what_the_reference_said_is_read_and_not_computed_again(tmp_path, monkey
     monkeypatch.setattr(reference.Reference, "__call__", lambda self, batch: asked.append(1) or whole(self, batch))
     trainer, _ = run(tmp_path, resume=True)
     assert trainer.state.step == 4 and asked == []
+
+
+def test_what_the_reference_said_of_other_data_is_not_read(tmp_path, monkeypatch):
+    from pellucid.train import reference
+
+    asked = []
+    whole = reference.Reference.__call__
+    monkeypatch.setattr(reference.Reference, "__call__", lambda self, batch: asked.append(1) or whole(self, batch))
+    for data, number in (("a", 21 + 7), ("a", 0), ("b", 7)):
+        held_out = pairs(7, seed=5)
+        monkeypatch.setattr(held_out.split, "identity", {"data": data}, raising=False)
+        run(tmp_path, resume=True, val_data=held_out, train__steps=1)
+        assert len(asked) == number
+        asked.clear()
 
 
 def test_a_run_that_was_killed_while_its_reference_spoke_goes_on_where_it_was(tmp_path, monkeypatch):
