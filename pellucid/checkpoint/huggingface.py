@@ -158,6 +158,8 @@ def _read_foreign(table: dict[str, Any]) -> ModelConfig:
     values = {name: table[name] for name in SHAPE}
     values |= {name: table.get(name, default) for name, default in FIELDS[kind].items()}
     for name in ("num_key_value_heads", "head_dim"):
+        if table.get(name) is not None and not table[name]:
+            raise ConfigError(f"config.json: {name} is {brief(table[name])}; give at least 1, or leave it out")
         values[name] = values[name] or 0
     if kind == "qwen2":
         values |= {"attention_bias": True, "attention_out_bias": False}

@@ -22,7 +22,7 @@ def read_rope(table: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     forms = {key: _flat_rope(key, value, table) for key, value in given.items()}
     if len(forms) == 2 and forms["rope_parameters"] != forms["rope_scaling"]:
         raise ConfigError("config.json: rope_parameters and rope_scaling are both there and differ; remove one of them")
-    theta, scaling = next(iter(forms.values()), (table.get("rope_theta") or 10_000.0, {"rope_type": "default"}))
+    theta, scaling = next(iter(forms.values()), (_theta(table), {"rope_type": "default"}))
     original, kind = table.get("original_max_position_embeddings"), scaling["rope_type"]
     if original is not None:
         if kind in ("yarn", "llama3"):
@@ -49,7 +49,11 @@ def _flat_rope(key: str, value: Any, table: dict[str, Any]) -> tuple[Any, dict[s
         raise ConfigError(f"config.json: {key} has type {legacy!r} and rope_type {kind!r}; remove one of them")
     if scaling.pop("partial_rotary_factor", 1) != 1:
         raise ConfigError(f"config.json: {key}.partial_rotary_factor is {value['partial_rotary_factor']}; only 1 works")
-    theta = scaling.pop("rope_theta", table.get("rope_theta") or 10_000.0)
+    theta = scaling.pop("rope_theta", _theta(table))
+    if table.get("rope_theta") not in (None, theta):
+        raise ConfigError(
+            f"config.json: rope_theta is {brief(table['rope_theta'])} and {key}.rope_theta {brief(theta)}; remove one of them"
+        )
     window = table.get("max_position_embeddings", FIELDS[table["model_type"]]["max_position_embeddings"])
     if kind == "llama3":
         scaling.setdefault("original_max_position_embeddings", window)
@@ -59,3 +63,8 @@ def _flat_rope(key: str, value: Any, table: dict[str, Any]) -> tuple[Any, dict[s
     if kind == "yarn" and "factor" not in scaling and isinstance(original, int) and isinstance(window, int):
         scaling["factor"] = window / max(original, 1)
     return theta, scaling
+
+
+def _theta(table: dict[str, Any]) -> Any:
+    """The base that stands beside the tables; that of transformers where it does not."""
+    return 10_000.0 if table.get("rope_theta") is None else table["rope_theta"]
