@@ -76,12 +76,12 @@ def named_token(config: dict[str, Any], key: str, vocab: dict[str, int], origin:
         value = value.get("content")
     if value is None:
         return None
-    if value not in vocab:
+    if not isinstance(value, str) or value not in vocab:
         raise DataError(
             f"{origin}: {CONFIG_FILE} names {key} {value!r}, which the vocabulary lacks; add it to the tokenizer's "
             f"added_tokens or set {key} to null"
         )
-    return str(value)
+    return value
 
 
 def template_source(config: dict[str, Any], origin: str) -> str | None:

@@ -260,6 +260,8 @@ def test_a_broken_config_and_a_token_that_does_not_exist_are_named(own: Tokenize
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(DataError, match=r"tokenizer_config.json is not valid JSON"):
         Tokenizer.load(tmp_path)
+    with pytest.raises(DataError, match=r"names bos_token \['a'\], which the vocabulary lacks; add it"):
+        Tokenizer.load(with_config(own, tmp_path, bos_token=["a"]))
     with pytest.raises(DataError, match="names eos_token '<end>', which the vocabulary lacks; add it"):
         Tokenizer.load(with_config(own, tmp_path, eos_token={"content": "<end>"}))
 
