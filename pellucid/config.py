@@ -197,6 +197,7 @@ class TrainConfig:
         for name in (*counts, "sample_every"):
             value = getattr(self, name)
             require(value is None or value >= 0, f"train.{name} must not be negative, got {value}")
+        require(self.seed < 2**32, f"train.seed must be less than 2**32, got {self.seed}")  # two would give one order
         require(
             self.steps is None or self.epochs is None,
             f"train.steps ({self.steps}) and train.epochs ({self.epochs}) are both set; give one of them",

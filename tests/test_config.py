@@ -325,6 +325,7 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_path(table: dict[str, Any
         ("train.log_every", 0),
         ("train.keep_last", -1),
         ("train.seed", -1),
+        ("train.seed", 2**32),
         ("train.max_seconds", 0),
         ("config_version", 0),
     ],

@@ -63,7 +63,7 @@ def seed_everything(seed: int, *, rank: int = 0) -> None:
     Initial weights and data order have generators of their own.
     """
     seed += rank * 0x9E3779B1
-    torch.manual_seed(seed)
+    torch.manual_seed(seed % 2**64)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
