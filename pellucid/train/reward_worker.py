@@ -31,7 +31,10 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the whole group may get them; the parent finishes its step first
         signal.signal(number, signal.SIG_IGN)
     _die_with_parent()
-    given = json.loads(sys.stdin.readline())
+    first = sys.stdin.readline()
+    if not first:  # another worker could not start, and this one is not needed
+        return
+    given = json.loads(first)
     sys.path[:] = given["path"]
     try:
         load_plugins(tuple(given["plugins"]))

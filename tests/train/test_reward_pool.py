@@ -1,6 +1,8 @@
 """Rewards in worker processes: what they return arrives, and what they do wrong is said and does no harm."""
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -80,6 +82,13 @@ def test_rewards_run_elsewhere_and_the_processes_go_with_the_pool(pool):
     one.close()
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid), 0)
+
+
+def test_a_worker_that_is_told_nothing_ends_without_a_word():
+    """One that starts beside another whose rewards are not there."""
+    worker = [sys.executable, "-m", "pellucid.train.reward_worker"]
+    done = subprocess.run(worker, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize(
