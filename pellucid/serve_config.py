@@ -10,6 +10,9 @@ from typing import Any, Literal
 from pellucid.config import Dtype, build, read_toml
 from pellucid.errors import require
 
+MAX_SECONDS = 1_000_000
+"""What timers of every platform can count."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeConfig:
@@ -85,7 +88,9 @@ class ServeConfig:
         for name in ("kv_gb", "max_body_mb", "request_timeout_s", "keep_alive_s"):
             value = getattr(self, name)
             require(0 < value < math.inf, f"{name} must be positive and finite, got {value}")
-        require(self.drain_seconds < math.inf, f"drain_seconds must be finite, got {self.drain_seconds}")
+        for name in ("request_timeout_s", "drain_seconds", "keep_alive_s"):
+            value = getattr(self, name)
+            require(value <= MAX_SECONDS, f"{name} must be at most {MAX_SECONDS:,}, got {value}")
         for name in ("models", "adapters", "embedders"):
             for key, path in getattr(self, name).items():
                 require(bool(key), f"{name}: a model without a name; give NAME=PATH")
