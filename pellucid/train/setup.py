@@ -90,6 +90,11 @@ def prepare(
     data = _open_data(config, strategy) if train_data is None else None
     tokenizer = data.tokenizer() if data is not None else None
     model, config = _build_model(config, model, data)
+    if config.train.compile and config.model.attend == "canonical":
+        raise ConfigError(
+            'model.attend "canonical" promises bits that a compiler does not keep; leave train.compile off, or set '
+            'model.attend to "sdpa"'
+        )
     if data is not None:
         train_data, val_data = _samples(config, data, val_data)
     assert train_data is not None

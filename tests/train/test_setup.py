@@ -1,6 +1,7 @@
 """What is refused before the first step, and what a run starts from."""
 
 import shutil
+import sys
 
 import pytest
 import torch
@@ -72,6 +73,12 @@ def test_a_corpus_shorter_than_one_window_is_refused(tmp_path):
 def test_a_context_beyond_the_window_is_refused(data_folder):
     with pytest.raises(ConfigError, match=r"data\.context 64 is longer than model\.max_position_embeddings 16"):
         Trainer(config(data_folder, data__context=64))
+
+
+def test_canonical_attention_is_not_compiled(data_folder, monkeypatch):
+    monkeypatch.setenv("CXX", sys.executable)  # something that is there
+    with pytest.raises(ConfigError, match=r'model\.attend "canonical" promises bits .* leave train\.compile off'):
+        Trainer(config(data_folder, model__attend="canonical", train__compile=True))
 
 
 def test_a_bit_flip_in_a_shard_is_found_before_the_first_step(data_folder, tmp_path):
