@@ -122,7 +122,7 @@ def plain(value: Any) -> Any:
         return value
     try:
         read = tomllib.loads(f"value = {value}")
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return str(value)
     return read["value"] if len(read) == 1 else str(value)
 

@@ -26,7 +26,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such configuration file") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder; give a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error

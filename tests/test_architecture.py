@@ -57,6 +57,9 @@ COLLECTIVE_MODULES = {"parallel.comm"}
 
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
+PARSERS = {"json.loads", "json.load", "tomllib.loads", "tomllib.load"}
+PARSE_ERRORS = {"ValueError", "JSONDecodeError", "TOMLDecodeError"}
+
 
 def module_name(path: Path) -> str:
     """ "data.shards" for pellucid/data/shards.py, "data" for pellucid/data/__init__.py, "" for the package itself."""
@@ -153,6 +156,26 @@ def pickle_faults(module: str, tree: ast.AST) -> list[str]:
     return faults
 
 
+def parse_faults(module: str, tree: ast.AST) -> list[str]:
+    """Parses of JSON or TOML whose handlers know a bad text, and not one that is nested too deeply."""
+    faults = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Try):
+            continue
+        called = {ast.unparse(part.func) for line in node.body for part in ast.walk(line) if isinstance(part, ast.Call)}
+        caught = {
+            part.rpartition(".")[2]
+            for handler in node.handlers
+            if handler.type is not None
+            for part in ast.unparse(handler.type).strip("()").split(", ")
+        }
+        if called & PARSERS and caught & PARSE_ERRORS and not caught & {"RecursionError", "Exception"}:
+            faults.append(
+                f"pellucid.{module}:{node.lineno} parses, and lets a RecursionError of a deeply nested text pass"
+            )
+    return faults
+
+
 def import_cycle(graph: dict[str, set[str]]) -> list[str]:
     """A cycle as [a, b, a], or nothing. Iterative, so that a long chain cannot exhaust the stack."""
     done: set[str] = set()
@@ -212,6 +235,11 @@ def test_only_comm_issues_collectives(module: str) -> None:
 @pytest.mark.parametrize("module", SOURCES)
 def test_nothing_is_unpickled(module: str) -> None:
     assert pickle_faults(module, TREES[module]) == []
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_a_parse_that_may_fail_may_fail_on_nesting_too(module: str) -> None:
+    assert parse_faults(module, TREES[module]) == []
 
 
 def test_no_module_is_a_drawer_for_everything() -> None:
@@ -329,6 +357,23 @@ def test_the_collective_check_leaves_other_methods_of_that_name_alone() -> None:
 )
 def test_the_pickle_check_sees_each_spelling(source: str) -> None:
     assert pickle_faults("train.loop", ast.parse(source))
+
+
+@pytest.mark.parametrize(
+    ("handler", "bad"),
+    [
+        ("ValueError", True),
+        ("(OSError, json.JSONDecodeError)", True),
+        ("tomllib.TOMLDecodeError", True),
+        ("(ValueError, RecursionError)", False),
+        ("OSError", False),
+        ("Exception", False),
+    ],
+)
+def test_the_parse_check_sees_each_spelling(handler: str, bad: bool) -> None:
+    source = f"try:\n    x = dict(json.loads(text))\nexcept {handler}:\n    pass\n"
+    assert bool(parse_faults("data.index", ast.parse(source))) == bad
+    assert not parse_faults("data.index", ast.parse(source + "except RecursionError:\n    pass"))
 
 
 def test_the_cycle_check_finds_a_cycle_and_only_a_cycle() -> None:

@@ -540,6 +540,7 @@ def test_a_file_of_a_newer_version_is_refused_before_its_new_keys_are(tmp_path: 
         (b"[model\n", "is not TOML"),
         (b"\xff\xfe", "is not TOML"),
         (b"a = 1\na = 2", "is not TOML"),
+        (b"a = " + b"[" * 100_000, "is not TOML"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(content: bytes | None, message: str, tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ def merged(
 def _read_table(path: Path) -> dict[str, Any]:
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(table, dict):
         raise CheckpointError(f"{path} must hold a JSON object")

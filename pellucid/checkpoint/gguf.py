@@ -241,7 +241,7 @@ def _scaling_of(factors: Tensor, config: ModelConfig, note: str | None, origin: 
         return None
     try:
         scaling: dict[str, Any] = _fit(factors, config) if note is None else dict(json.loads(note))
-    except (ValueError, TypeError) as error:
+    except (ValueError, RecursionError, TypeError) as error:
         raise CheckpointError(f"{origin}: {ROPE_NOTE} is {note!r}, no JSON table: {error}") from None
     made = rope_factors(dataclasses.replace(config, rope_scaling=scaling))
     if not torch.allclose(made, factors, rtol=1e-4, atol=0):

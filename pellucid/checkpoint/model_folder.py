@@ -311,7 +311,7 @@ def read_config(folder: Path) -> ModelConfig:
                 f"`pellucid export {folder} --out MODEL` and take that"
             ) from None
         raise CheckpointError(f"{path} is missing; this is no model folder") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(table, dict):
         raise CheckpointError(f"{path} must hold a JSON object")
@@ -359,7 +359,7 @@ def weight_files(folder: Path) -> list[Path]:
         raise CheckpointError(f"{folder} has a config.json but no {WEIGHTS}; the model has no weights")
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{index} cannot be read: {error!r}") from error
     return [folder / name for name in sorted(names)]
 

@@ -134,7 +134,7 @@ def _read_header(path: Path) -> dict[str, _Slice]:
         return _slices(path, header, json.loads(metadata.get("slices", "{}")), begin=8 + length, size=size)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error!r}") from error
 
 

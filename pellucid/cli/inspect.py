@@ -256,7 +256,7 @@ def read_log(path: Path) -> tuple[int, Facts, Facts]:
         try:
             record = json.loads(line)
             event = record["event"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, RecursionError, KeyError, TypeError):
             if number == len(lines) and not line.endswith(b"\n"):
                 break
             raise CheckpointError(f"{path}:{number} is damaged: not a line of a run's log") from None

@@ -49,7 +49,7 @@ def check_arguments(text: str) -> None:
     """A complete JSON object that obeys the schema."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise Failed(f"arguments are not complete JSON: {text!r}") from None
     true(isinstance(value, dict), f"arguments are an object, got {text!r}")
     same(sorted(value), ["far", "to"], "names of the arguments")
@@ -191,7 +191,7 @@ def json_answer(s: Session, response_format: Any) -> Any:
     answer = completed(ask, lambda answer: answer.choices[0].finish_reason == "stop")
     try:
         return json.loads(answer.choices[0].message.content)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise Failed(f"not JSON, though it ended with stop: {answer.choices[0].message.content!r}") from None
 
 

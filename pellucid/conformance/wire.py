@@ -25,7 +25,7 @@ class Answer:
         """The body's value, or `Failed`."""
         try:
             return json.loads(self.body)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Failed(f"the body of this {self.status} is not JSON: {shorten(self.body)}") from None
 
     def events(self) -> list[tuple[str | None, str]]:

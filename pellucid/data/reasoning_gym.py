@@ -56,7 +56,7 @@ class ReasoningGym:
         entry, location = self._problems[number], f"{self.name}:{number}"
         try:
             metadata = json.loads(json.dumps(entry["metadata"]))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise DataError(f"{location}: its metadata is no JSON ({error}); choose another task") from error
         table = {"prompt": entry["question"], "task": self._task, "metadata": metadata}
         if not isinstance(entry["answer"], str):  # whatever fits will do
@@ -116,7 +116,7 @@ def open_task(text: str, seed: int) -> Any:
             )
         try:
             given[key] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (tomllib.TOMLDecodeError, RecursionError):
             given[key] = value
     try:
         config = options(**given, seed=seed)

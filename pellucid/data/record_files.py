@@ -273,7 +273,7 @@ class RecordSplit:
         line = self._read(2 * shard + 1, int(ends[at]) - start, start)
         try:
             table = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             path = self.folder / tables_names(self._entry.files[shard])[0]
             raise DataError(f"{path} is damaged: line {at + 1} is not JSON; prepare the data again") from error
         assert isinstance(table, dict)

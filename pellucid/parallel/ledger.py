@@ -194,5 +194,5 @@ def _open_after(path: Path, after: int) -> TextIO:
 def _step_of(line: bytes) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, RecursionError, KeyError, TypeError):
         return float("inf")  # damaged: it and all after it are cut away

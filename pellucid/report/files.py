@@ -66,7 +66,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """The tables of a config.toml, unchecked, or nothing."""
     try:
         return tomllib.loads(read_text(path))
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return {}
 
 
@@ -85,7 +85,7 @@ def count_parameters(folder: Path) -> tuple[int, int]:
             with path.open("rb") as file:
                 (length,) = struct.unpack("<Q", file.read(8))
                 header = json.loads(file.read(length)) if length <= path.stat().st_size else {}
-        except (OSError, ValueError, struct.error):
+        except (OSError, ValueError, RecursionError, struct.error):
             continue
         for name, tensor in header.items():
             if name != "__metadata__":

@@ -53,7 +53,7 @@ def _take(content: list[dict[str, Any]], event: dict[str, Any]) -> None:
 def _input(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text or "{}")
-    except ValueError:  # cut
+    except (ValueError, RecursionError):  # cut
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -123,7 +123,7 @@ def _config(path: Path) -> dict[str, Any]:
         return {}
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     if not isinstance(table, dict):
         raise DataError(f"{path} must hold a JSON object, got {type(table).__name__}")

@@ -167,7 +167,7 @@ class _Store:
                 table.copy_(torch.from_numpy(values))
                 done = int(known["done"])
             self._map = np.memmap(self.values, np.float32, "r+" if done else "w+", shape=(self.records, 2))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise StorageError(f"{self.values}: cannot be used ({error}); remove {self.values.parent}") from error
         return done
 
@@ -191,7 +191,7 @@ def _note(folder: Path, sha256: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         before = json.loads(path.read_text(encoding="utf-8")).get("sha256") if path.is_file() else sha256
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError, AttributeError) as error:
         raise StorageError(f"{path} cannot be used ({error}); remove {path.parent}") from error
     if before != sha256:
         raise CheckpointError(

@@ -138,7 +138,7 @@ def _step(line: bytes, path: Path, number: int, stepless: float | None) -> float
         if stepless is not None and "step" not in record:
             return stepless
         return int(record["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, RecursionError, KeyError, TypeError):
         raise DataError(f"{path}:{number} is no line of a run's log; remove it and resume again") from None
 
 

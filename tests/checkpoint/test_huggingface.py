@@ -19,8 +19,9 @@ from transformers import (
 )
 
 from pellucid.checkpoint.huggingface import from_hf_config, to_hf_config
+from pellucid.checkpoint.model_folder import load_model
 from pellucid.config import ModelConfig
-from pellucid.errors import ConfigError
+from pellucid.errors import CheckpointError, ConfigError
 from pellucid.model import Transformer
 
 SHAPE: dict[str, Any] = {
@@ -286,6 +287,12 @@ def test_what_cannot_be_represented_is_refused_by_name(table: dict[str, Any], me
     with pytest.raises(ConfigError) as error:
         from_hf_config(table)
     assert message in str(error.value)
+
+
+def test_a_config_that_is_nested_too_deeply_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: maximum recursion depth"):
+        load_model(tmp_path)
 
 
 def test_our_own_table_may_not_contradict_an_edited_rope() -> None:
