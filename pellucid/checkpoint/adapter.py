@@ -164,8 +164,7 @@ def write_adapter(
 ) -> None:
     """`save_adapter` of weights by the names they have in the model; ``config.targets`` are names of layers."""
     final = Path(path)
-    if final.exists() and not (final.is_dir() and ((final / ADAPTER).is_file() or not any(final.iterdir()))):
-        raise ConfigError(f"{final} exists and is no adapter; give another path or remove it")
+    files.refuse_foreign(final, (ADAPTER_CONFIG, ADAPTER, "README.md"), "adapter")
     contents = {ADAPTER_CONFIG: adapter_json(config, base)}
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # as files want them
     shapes = {PREFIX + name: (tuple(tensors[name].shape), tensors[name].dtype) for name in names}

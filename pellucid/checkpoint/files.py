@@ -4,18 +4,22 @@ A folder is written aside under a name with ``.tmp-``, each file synced, and pub
 says its size and hash, so that nothing is read again for the manifest.
 """
 
+import ctypes
+import fnmatch
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pellucid.errors import StorageError
+from pellucid.errors import ConfigError, StorageError, TrainingError
 
 before_operation: Callable[[str, Path], None] | None = None
 after_operation: Callable[[str, Path], None] | None = None
@@ -28,6 +32,9 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 """Types as safetensors names them."""
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""Of Linux's renameat2(2)."""
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -61,6 +68,34 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     return stream_tensors(
         path, {name: shapes[name] for name in in_order}, ((name, tensors[name]) for name in in_order), metadata
     )
+
+
+def stream_weights(path: Path, shapes: Shapes, weights: Iterable[tuple[str, Tensor | None]]) -> Written:
+    """`stream_tensors` of weights, which have to be finite.
+
+    Raises:
+        TrainingError: a weight is not; names it.
+    """
+    return stream_tensors(path, shapes, _finite(weights))
+
+
+def _finite(weights: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
+    for name, weight in weights:
+        assert weight is not None, name
+        _refuse_non_finite(name, weight)
+        yield name, weight
+        del weight  # before the next one is made
+
+
+def _refuse_non_finite(name: str, weight: Tensor) -> None:
+    if weight.numel() and weight.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        least, most = weight.detach().aminmax()  # which needs no memory, and keeps a NaN
+        if not math.isfinite(least) or not math.isfinite(most):
+            raise TrainingError(
+                f"{name} is not finite in {str(weight.dtype).removeprefix('torch.')} and is not saved; what was saved before "
+                "is untouched. In a run, lower optim.lr; elsewhere look at the model with `pellucid inspect`, or take a type "
+                "that holds larger numbers"
+            )
 
 
 def stream_tensors(
@@ -101,10 +136,28 @@ def _safetensors(
     assert next(expected, None) is None, "a tensor is missing"
 
 
+def refuse_foreign(final: Path, ours: Collection[str], what: str) -> None:
+    """`ConfigError` unless a folder may be replaced: it is not there, or everything in it has a name of ``ours``.
+
+    Args:
+        ours: names, and patterns as `fnmatch` has them.
+        what: the kind of folder, for the message.
+    """
+    if not final.exists():
+        return
+    if not final.is_dir():
+        raise ConfigError(f"{final} is a file; give the folder of {what} another name")
+    foreign = sorted(
+        path.name for path in final.iterdir() if not any(fnmatch.fnmatchcase(path.name, name) for name in ours)
+    )
+    if foreign:
+        raise ConfigError(f"{final} exists and is no {what}: it has {foreign[0]}; give another path or move that away")
+
+
 def write_folder(
     final: Path, contents: Mapping[str, bytes], name: str, shapes: Shapes, tensors: Iterable[tuple[str, Tensor | None]]
 ) -> None:
-    """Write a folder of ``contents`` and one safetensors file ``name``, as `stream_tensors` has it, aside, and publish it.
+    """Write a folder of ``contents`` and one safetensors file ``name``, as `stream_weights` has it, aside, and publish it.
 
     A folder that is there is replaced, and leftovers of killed processes that wrote it are removed.
     """
@@ -117,7 +170,7 @@ def write_folder(
             if not (temporary / file).parent.exists():
                 make_folder((temporary / file).parent)
             write_bytes(temporary / file, data)
-        stream_tensors(temporary / name, shapes, tensors)
+        stream_weights(temporary / name, shapes, tensors)
         publish(temporary, final)
         for leftover in [path for path in final.parent.iterdir() if path.name.startswith(f"{final.name}.tmp-")]:
             remove(leftover)  # with a new folder in place nobody needs it
@@ -127,16 +180,34 @@ def write_folder(
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give a finished folder its name. A folder that has the name already is replaced."""
+    """Give a finished folder its name. A folder that has the name already is replaced; on Linux there is one at any moment."""
     sync(temporary)
-    old: Path | None = None
-    if final.exists():
+    if not final.exists():
+        _operate("rename", temporary, lambda: os.rename(temporary, final))
+        sync(final.parent)
+        return
+    old = temporary
+    if not _swapped(temporary, final):
         old = final.with_name(f"{final.name}.tmp-old-{os.getpid()}")
         _operate("rename", final, lambda: os.rename(final, old))
-    _operate("rename", temporary, lambda: os.rename(temporary, final))
+        _operate("rename", temporary, lambda: os.rename(temporary, final))
     sync(final.parent)
-    if old is not None:
-        remove(old)
+    remove(old)
+
+
+def _swapped(one: Path, other: Path) -> bool:
+    """Let two folders exchange their names at once; False where the system or the file system does not know how."""
+    exchange = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
+    if exchange is None:
+        return False
+    done = False
+
+    def swap() -> None:
+        nonlocal done
+        done = exchange(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0
+
+    _operate("rename", one, swap)
+    return done
 
 
 def remove(folder: Path) -> None:

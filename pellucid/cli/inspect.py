@@ -9,6 +9,7 @@ from typing import Any
 
 from pellucid.cli.output import print_json
 from pellucid.errors import CheckpointError, ConfigError
+from pellucid.model_config import ModelConfig
 
 Facts = dict[str, Any]
 
@@ -144,6 +145,8 @@ def model_facts(path: Path) -> Facts:
         "config": set_values(loaded.config),
         "tokenizer": "none",
     }
+    if loaded.config.is_latent:
+        facts["cache"] = cache_in_words(loaded.config)
     if tokenizer is not None:
         from pellucid.text import check_tokenizer
 
@@ -151,6 +154,18 @@ def model_facts(path: Path) -> Facts:
         template = "with" if tokenizer.chat_template is not None else "without"
         facts["tokenizer"] = f"{tokenizer.vocab_size:,} ids, {template} a chat template, sha256 {tokenizer.sha256}"
     return facts | {"verified": "names and shapes of all tensors, finite values"}
+
+
+def cache_in_words(config: ModelConfig) -> str:
+    """What latent attention caches of a token, and why."""
+    from pellucid.model.mla import LatentAttention
+
+    attention = LatentAttention(config, 0, "meta")
+    numbers = f"{attention.kv_spec.elements_per_token():,} numbers a token and layer"
+    if attention.absorbs:
+        return f"latents, {numbers}"
+    cause = "qk_norm" if config.qk_norm else "attention_gate"
+    return f"expanded keys and values, {numbers}: with model.{cause} latent attention runs expanded"
 
 
 def adapter_facts(path: Path) -> Facts:

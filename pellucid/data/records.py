@@ -88,7 +88,7 @@ class RolloutBatch:
     document_ids: Tensor
     """int64 ``[R, T]``, the group; -1 in padding."""
     rewards: Tensor
-    """float32 ``[R]``."""
+    """float64 ``[R]``."""
     group_ids: Tensor
     """int64 ``[R]``; -1 fills up."""
     old_logprobs: Tensor | None
@@ -273,7 +273,7 @@ class Rollouts(Samples[RolloutBatch]):
         owners = [number for number, group in zip(numbers, groups, strict=True) for _ in group.parts[1:]]
         fill = max(rows - len(numbers), 0)
         table = RowTable(len(answers) + fill, padded_length(answers, self.context))
-        rewards = np.zeros(len(answers) + fill, np.float32)
+        rewards = np.zeros(len(answers) + fill, np.float64)
         rewards[: len(answers)] = [reward for group in groups for reward in (group.table or {})["rewards"]]
         for row, (owner, (ids, learnt)) in enumerate(zip(owners, answers, strict=True)):
             table.put(row, [(owner, ids, learnt)])

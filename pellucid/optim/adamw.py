@@ -1,5 +1,6 @@
 """AdamW, torch's own, with decay on matrices only."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +27,8 @@ class AdamWOptions:
             raise ConfigError(f"optim.betas must be in [0, 1), got {list(self.betas)}")
         if not self.eps > 0:
             raise ConfigError(f"optim.eps must be positive, got {self.eps}")
-        if not self.weight_decay >= 0:
-            raise ConfigError(f"optim.weight_decay must not be negative, got {self.weight_decay}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"optim.weight_decay must be a number from 0 on, got {self.weight_decay}")
 
 
 @register("optimizer", "adamw", config=AdamWOptions)

@@ -51,8 +51,8 @@ class MuonOptions:
         for name in ("adamw_lr_ratio", "eps"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"optim.{name} must be positive, got {getattr(self, name)}")
-        if not self.weight_decay >= 0:
-            raise ConfigError(f"optim.weight_decay must not be negative, got {self.weight_decay}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"optim.weight_decay must be a number from 0 on, got {self.weight_decay}")
 
 
 class Muon(torch.optim.Optimizer):

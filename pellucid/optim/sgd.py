@@ -1,5 +1,6 @@
 """SGD, torch's own, with decay on matrices only."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +27,8 @@ class SGDOptions:
             raise ConfigError(f"optim.momentum must be in [0, 1), got {self.momentum}")
         if self.nesterov and not self.momentum:
             raise ConfigError("optim.nesterov is true and optim.momentum 0; give it a momentum, or leave nesterov out")
-        if not self.weight_decay >= 0:
-            raise ConfigError(f"optim.weight_decay must not be negative, got {self.weight_decay}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"optim.weight_decay must be a number from 0 on, got {self.weight_decay}")
 
 
 @register("optimizer", "sgd", config=SGDOptions)

@@ -226,7 +226,7 @@ class Saver:
             shapes = {name: shape for name, shape in shapes.items() if name in of}
 
         def stream(tensors: Iterator[tuple[str, Tensor | None]]) -> Write:
-            return lambda path: files.stream_tensors(path, shapes, tensors)
+            return lambda path: files.stream_weights(path, shapes, tensors)
 
         if self.writer is not None and copy and not executor.shards_weights:
             save.attempt(lambda: copies.update((name, _copy(weight)) for name, weight in weights))

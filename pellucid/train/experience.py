@@ -132,7 +132,7 @@ def experience(answers: Sequence[Answer], *, scale: float) -> ExperienceBatch:
     rollout = RolloutBatch(
         response_mask=mask,
         **tensors,
-        rewards=torch.tensor([a.reward for a in answers] or [0.0], dtype=torch.float32),
+        rewards=torch.tensor([a.reward for a in answers] or [0.0], dtype=torch.float64),
         group_ids=torch.tensor([a.group for a in answers] + [-1 for _ in fill], dtype=torch.int64),
         old_logprobs=None,
     )

@@ -327,16 +327,25 @@ class Trainer:
             self._saver.finish_before_error()  # ★ all ranks are here
         culprit = next((rank for rank, (micro, *_) in enumerate(everybodys) if micro is not None), None)
         if culprit is None:
-            names = [name for *_, name in everybodys if name is not None]
-            what = f"gradient norm ({norm})" + (f", first in {names[0]}" if names else "")
+            found = [(rank, name) for rank, (*_, name) in enumerate(everybodys) if name is not None]
+            what = f"gradient norm ({norm})" + (f", first in {found[0][1]}" if found else "")
+            what += f" on rank {found[0][0]}" if found and executor.shards_gradients else ""
         else:
             what = f"loss of micro-batch {everybodys[culprit][0]}"
             what += f" on rank {culprit}" if len(everybodys) > 1 else ""
         chosen = everybodys if culprit is None else [everybodys[culprit]]
         ids = sorted({i for _, documents, _ in chosen for i in documents})
         raise TrainingError(
-            f"step {self.state.step + 1}: non-finite {what}; the weights are those of step {self.state.step}. "
+            f"step {self.state.step + 1}: non-finite {what}; the weights are those of step {self.state.step}, {self._saved()}. "
             f"Documents in it: {_listed(ids)}. Lower optim.lr, or look at those documents"
+        )
+
+    def _saved(self) -> str:
+        """What of a run that cannot go on is on disk, in words."""
+        if self._saver is None:
+            return "and nothing is saved"
+        return (
+            f"and the newest checkpoint is of step {self._last_saved}" if self._last_saved else "and none is saved yet"
         )
 
     @torch.no_grad()

@@ -82,6 +82,15 @@ def test_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert make_tokenizer().sha256 in facts["tokenizer"]
 
 
+def test_latent_attention_says_what_it_caches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    latent = dict(num_key_value_heads=4, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+    assert "cache" not in inspect(capsys, make_folder(tmp_path / "grouped"))
+    absorbed = inspect(capsys, make_folder(tmp_path / "absorbed", **latent))["cache"]
+    assert absorbed == "latents, 14 numbers a token and layer"
+    normed = inspect(capsys, make_folder(tmp_path / "normed", **latent, qk_norm=True))["cache"]
+    assert normed.startswith("expanded keys and values, 60 numbers a token and layer: with model.qk_norm")
+
+
 def test_a_damaged_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nan = spoil(make_folder(tmp_path / "nan"))
     assert "model.norm.weight holds values that are not finite" in refused(capsys, nan)

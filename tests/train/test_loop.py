@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 import torch.nn.functional as F
-from support import TINY, MemorySplit, tiny_config, windows
+from support import TINY, MemorySplit, run_ranks, tiny_config, windows
 
 from pellucid.config import ModelConfig
 from pellucid.data.batches import Loader, Windows
@@ -192,8 +192,17 @@ def test_a_non_finite_gradient_stops_too_although_the_loss_is_finite():
             bad = (first - first.detach()).abs().sqrt().sum()  # value 0, gradient infinite
             return LossOutput(loss + bad, {})
 
-    with pytest.raises(TrainingError, match=r"non-finite gradient norm \(nan\), first in model\.embed_tokens\.weight"):
+    with pytest.raises(
+        TrainingError, match=r"non-finite gradient norm \(nan\), first in model\.embed_tokens\.weight; .* noth"
+    ):
         train(tiny_config(), strategy=Infinite(at=0))
+
+    def rank(mode, where):
+        with pytest.raises(TrainingError, match=r"first in model\.embed_tokens\.weight" + where):
+            train(tiny_config(parallel__mode=mode), strategy=Infinite(at=0))
+
+    run_ranks(lambda: rank("ddp", "; "), 2)  # where all have it
+    run_ranks(lambda: rank("zero3", " on rank 0; "), 2)
 
 
 def test_validation_is_the_mean_over_all_tokens_and_changes_nothing(tmp_path):
@@ -337,6 +346,7 @@ def test_activation_checkpointing_changes_no_gradient():
         assert torch.equal(grad, runs[1].first[name]), name
 
 
+@pytest.mark.slow
 def test_a_compiled_run_has_the_losses_of_an_eager_one():
     losses = []
     for on in (False, True):

@@ -301,10 +301,35 @@ def test_a_refused_step_keeps_the_checkpoint_that_all_are_writing(tmp_path):
     def rank():
         if comm.rank() == 1:
             files.before_operation = lambda name, path: time.sleep(0.3)  # it is not done when step 3 is refused
-        with pytest.raises(TrainingError, match="step 3"):
+        with pytest.raises(TrainingError, match=r"step 3: .* step 2, and the newest checkpoint is of step 2"):
             run(tmp_path, "zero1", callbacks=[Poison()], resume=False, train__async_save=True)
 
     run_ranks(rank, 2)
+    assert newest_undamaged(tmp_path / "checkpoints").name == "step_00000002"
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("mode, size", [("none", 1), ("zero1", 2), ("zero3", 2)])
+def test_weights_that_are_not_finite_are_never_published(tmp_path, mode, size, background):
+    class Poison(Callback):
+        def on_optimizer_step(self, trainer, info):
+            if info.step == 4:
+                weight = next(p for name, p in trainer.model.named_parameters() if "down_proj" in name)
+                weight.detach().flatten()[-1:].fill_(torch.inf)
+
+    def rank():
+        with pytest.raises(
+            (TrainingError, RankError), match=r"down_proj\.weight is not finite in float32 and is not saved"
+        ):
+            run(tmp_path, mode, callbacks=[Poison()], resume=False, train__async_save=background, train__save_every=2,
+                train__steps=4)  # fmt: skip
+
+    if size == 1:
+        assert fork(rank) == 0
+    else:
+        run_ranks(rank, size)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
+    assert not (tmp_path / "model").exists()
     assert newest_undamaged(tmp_path / "checkpoints").name == "step_00000002"
 
 
@@ -450,6 +475,7 @@ def test_a_stream_of_tensors_holds_one_at_a_time(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_saving_and_exporting_hold_one_tensor_beside_what_is_there_and_a_background_save_copies(tmp_path):
     def measure(mode):
         out = tmp_path / f"{mode}{comm.world_size()}"
@@ -486,7 +512,8 @@ def test_saving_and_exporting_hold_one_tensor_beside_what_is_there_and_a_backgro
     for i, (at_once, copied, weights, moments) in enumerate(results):
         assert weights > 38e6 and moments > (30e6 if i else 76e6)
         assert at_once < 1.2 * LARGEST, f"{at_once / 1e6:.0f} MB"
-        assert copied > 0.9 * (moments + (weights if i < 2 else 0)), "the measurement sees copies"
+        # one of them may come to lie in memory that was let go and is resident still
+        assert copied > 0.9 * (moments + (weights if i < 2 else 0)) - LARGEST, "the measurement sees copies"
 
     def export(dtype):
         # once before: pages of code that a forked process has not touched yet are no part of the measure

@@ -518,6 +518,18 @@ def test_an_empty_completion_is_one_token_that_counts(prompts, monkeypatch, tmp_
     assert {eval(line)[1] for line in (tmp_path / "seen").read_text().splitlines()} == {""}
 
 
+def test_a_constant_added_to_stored_rewards_changes_nothing_even_a_large_one():
+    norms = []
+    for constant in (0, 2**40):
+        data = rollouts(6)
+        for record in data.split.records:
+            record.table["rewards"] = [round(reward) + constant for reward in record.table["rewards"]]
+        assert any(len(set(record.table["rewards"])) > 1 for record in data.split.records)
+        _, seen = run(data=data, train__steps=1, model__max_position_embeddings=16)
+        norms.append(seen.infos[0].grad_norm)
+    assert norms[0] == norms[1] > 0
+
+
 def test_stored_answers_of_which_nothing_counts_add_nothing(tmp_path):
     data = rollouts(6)
     record = data.split.records[0]
