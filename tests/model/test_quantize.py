@@ -275,7 +275,7 @@ print((kilobytes("VmHWM") - before) * 1024)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory of a mapped file is let go on Linux")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_model_is_never_in_memory_both_whole_and_packed(kind: str, tmp_path: Path) -> None:
     save_model(tmp_path / "tiny", small())
     large = small(hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8)

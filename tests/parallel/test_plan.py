@@ -164,7 +164,7 @@ SMALL = {
     "mode, size",
     [
         ("ddp", 256),
-        ("zero1", 1024),
+        pytest.param("zero1", 1024, marks=pytest.mark.slow),
         pytest.param("zero1", 256, marks=pytest.mark.slow),
         pytest.param("ddp", 1024, marks=pytest.mark.slow),
         ("zero2", 256),

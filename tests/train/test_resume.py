@@ -68,6 +68,7 @@ def count_operations(out):
     return log
 
 
+@pytest.mark.slow
 def test_killed_before_and_after_every_operation_of_the_saves(tmp_path, unbroken):
     operations = count_operations(tmp_path / "count")
     assert {name for name, _ in operations} == {"make", "write", "fsync", "rename", "remove"}

@@ -306,7 +306,14 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("mode, name", [(mode, name) for name, (_, modes) in VARIANTS.items() for mode in modes])
+@pytest.mark.parametrize(
+    "mode, name",
+    [
+        pytest.param(mode, name, marks=[pytest.mark.slow] if mode != modes[0] else [])  # each in one mode is quick
+        for name, (_, modes) in VARIANTS.items()
+        for mode in modes
+    ],
+)
 def test_a_wrong_variant_exceeds_the_bound_a_hundredfold(monkeypatch, mode, name):
     variant, _ = VARIANTS[name]
     with monkeypatch.context() as patch:
