@@ -50,7 +50,7 @@ def stream(model: Transformer, prompt: Sequence[int], params: SamplingParams) ->
 
 
 def engine_for(model: Transformer, requests: Sequence[Request], together: int, **options: object) -> Engine:
-    """An engine with room for ``together`` samples of these requests, and for ``n`` of any one.
+    """An engine with room for ``together`` samples of these requests, or all if fewer, and for ``n`` of any one.
 
     Args:
         options: further ones of `Engine`.
@@ -59,7 +59,8 @@ def engine_for(model: Transformer, requests: Sequence[Request], together: int, *
         RequestError: the model cannot do one of the requests.
     """
     needs = [(len(r.tokens) + check_request(r, model.config), r.params.n) for r in requests]
-    running = max([together, *(n for _, n in needs)])
+    counts = [n for _, n in needs]
+    running = max([min(together, sum(counts) or 1), *counts])  # room for more would never be used
     blocks = [-(-tokens // PAGE_SIZE) for tokens, n in needs for _ in range(min(n, running))]
     most = sum(sorted(blocks, reverse=True)[:running]) + running
     dtype = options.get("kv_dtype") or model.model.embed_tokens.weight.dtype

@@ -20,6 +20,8 @@ not finite, or a processor or constraint of the request's own failed."""
 LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
 """Prompt and output ids so far, and the row's logits [V] float32 (its own copy), to new logits of that shape and type."""
 
+MAX_SAMPLES = 1024
+"""The most samples of one prompt."""
 MAX_ALTERNATIVES = 20
 """The most alternatives that are told for one token."""
 
@@ -65,7 +67,7 @@ class SamplingParams:
     seed: int | None = None
     """The same seed gives the same tokens, whatever else is in the batch; None draws one for each prompt."""
     n: int = 1
-    """Samples of each prompt."""
+    """Samples of each prompt, 1 to 1024."""
     top_logprobs: int = 0
     """Tell the so many most probable ids of each step, 0 to 20, besides the drawn one."""
     prompt_logprobs: int | None = None
@@ -95,8 +97,9 @@ class SamplingParams:
         _require(self.repetition_penalty > 0, "repetition_penalty must be above 0, got 0; 1 switches it off")
         _check_number("presence_penalty", self.presence_penalty, -2, 2)
         _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
-        for name, low in (("top_k", 0), ("min_tokens", 0), ("max_tokens", 0), ("n", 1)):
+        for name, low in (("top_k", 0), ("min_tokens", 0), ("max_tokens", 0)):
             _check_whole(name, getattr(self, name), low)
+        _check_whole("n", self.n, 1, MAX_SAMPLES)
         _check_whole("top_logprobs", self.top_logprobs, 0, MAX_ALTERNATIVES)
         if self.prompt_logprobs is not None:
             _check_whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_ALTERNATIVES)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from pellucid.config import ModelConfig
 from pellucid.errors import RequestError
-from pellucid.inference import SamplingParams, TokenEvent, generate, stream
+from pellucid.inference import Request, SamplingParams, TokenEvent, engine_for, generate, stream
 from pellucid.inference.runner import ModelRunner
 from pellucid.model import Transformer
 from pellucid.model.canonical import MATMUL_ROWS
@@ -283,3 +283,11 @@ def test_generation_leaves_the_model_as_it_was() -> None:
     next(iterator)
     assert torch.is_grad_enabled()
     iterator.close()
+
+
+def test_an_engine_has_no_more_room_than_its_requests_need() -> None:
+    model = Transformer(ModelConfig(**BASE))
+    requests = [Request(str(i), (1, 2, 3), SamplingParams(max_tokens=4, n=n)) for i, n in enumerate((1, 3))]
+    for together, running in ((1, 3), (4, 4), (10**15, 4)):
+        engine = engine_for(model, requests, together)
+        assert engine.scheduler.max_running == running and engine.pool.num_blocks == 2 * running

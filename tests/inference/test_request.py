@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from pellucid.config import ModelConfig
-from pellucid.errors import RequestError
+from pellucid.errors import ConfigError, RequestError
 from pellucid.inference import Request, SamplingParams, check_request, update_params, window_of
+from pellucid.inference.request import MAX_SAMPLES
+from pellucid.train.strategies.grpo_options import GrpoOptions
 
 
 @pytest.mark.parametrize(
@@ -45,7 +47,8 @@ from pellucid.inference import Request, SamplingParams, check_request, update_pa
         ("prompt_logprobs", 21, "prompt_logprobs must be in [0, 20], got 21"),
         ("prompt_logprobs", True, "prompt_logprobs must be a whole number, got True"),
         ("min_tokens", 257, "min_tokens 257 is more than max_tokens 256; lower the one or raise the other"),
-        ("n", 0, "n must be at least 1, got 0"),
+        ("n", 0, "n must be in [1, 1024], got 0"),
+        ("n", 1025, "n must be in [1, 1024], got 1025"),
         ("seed", -1, "seed must be at least 0, got -1"),
         ("seed", 2**64, "seed must be below 2**64"),
         ("seed", "x", "seed must be a whole number, got 'x'"),
@@ -64,8 +67,14 @@ def test_a_value_out_of_range_is_refused_by_field_and_value(field: str, value: A
 def test_the_borders_are_allowed() -> None:
     SamplingParams(temperature=0, top_p=0, top_k=0, max_tokens=0, n=1, seed=2**64 - 1, stop_ids=(), min_p=1)
     SamplingParams(presence_penalty=-2, frequency_penalty=2, logit_bias={0: -100, 1: 100}, allowed_ids=[0])  # type: ignore[arg-type]
-    SamplingParams(min_tokens=3, max_tokens=3, top_logprobs=20, prompt_logprobs=0, repetition_penalty=1e-9)
+    SamplingParams(min_tokens=3, max_tokens=3, top_logprobs=20, n=1024, prompt_logprobs=0, repetition_penalty=1e-9)
     assert SamplingParams(stop_ids=[3, 4]).stop_ids == (3, 4)  # type: ignore[arg-type]
+
+
+def test_grpo_asks_for_no_more_samples_than_can_be_drawn() -> None:
+    GrpoOptions(completions=MAX_SAMPLES)
+    with pytest.raises(ConfigError, match="completions must be at most 1024, got 1025; larger groups are not drawn"):
+        GrpoOptions(completions=MAX_SAMPLES + 1)
 
 
 def test_a_misspelt_parameter_names_the_nearest() -> None:

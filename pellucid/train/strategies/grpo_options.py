@@ -6,6 +6,9 @@ from pellucid.errors import ConfigError
 from pellucid.train.grpo_losses import Advantage, Denominator
 from pellucid.train.rewards import check_reward
 
+MAX_COMPLETIONS = 1024
+"""The engine draws no more samples of a prompt."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrpoOptions:
@@ -18,7 +21,7 @@ class GrpoOptions:
     reward_workers: int = 2
     """Processes of each rank that rewards run in."""
     completions: int = 8
-    """Answers to each prompt: the group. Online only; of stored rollouts a group is what is stored."""
+    """Answers to each prompt, 2 to 1024: the group. Online only; of stored rollouts a group is what is stored."""
     max_tokens: int = 256
     """Tokens of an answer at most, less where the window ends; also the divisor of denominator "constant"."""
     temperature: float = 1.0
@@ -51,6 +54,10 @@ class GrpoOptions:
             raise ConfigError(
                 f"strategy.completions is {self.completions}, and an answer is only better or worse than others to its prompt; "
                 "take at least 2"
+            )
+        if self.completions > MAX_COMPLETIONS:
+            raise ConfigError(
+                f"strategy.completions must be at most {MAX_COMPLETIONS}, got {self.completions}; larger groups are not drawn"
             )
         for name in ("temperature", "reward_timeout_s", "kv_gb"):
             if not 0 < getattr(self, name) < float("inf"):
