@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pellucid.cli.output import Progress, notice, print_json
-from pellucid.cli.records import OutFile, Record, read_records
+from pellucid.cli.records import Key, OutFile, Record, read_records, refuse_input
 from pellucid.errors import ConfigError, PellucidError, RequestError
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--batch-size must be at least 1, got {args.batch_size}")
     if args.json and args.out is None:
         raise ConfigError("--json prints a summary on stdout, where the vectors go without --out; give --out OUT.jsonl")
+    if args.out is not None:
+        refuse_input(Path(args.out), Path(args.input), "--input")
     records = read_records(Path(args.input))
     loaded = load_encoder(args.model, device=args.device, dtype=args.dtype)
     jobs = [make_job(loaded, record, args.text_key, truncate=args.truncate) for record in records]
@@ -91,7 +93,13 @@ def make_job(loaded: "LoadedEncoder", record: Record, key: str, *, truncate: boo
 def embed(args: argparse.Namespace, loaded: "LoadedEncoder", jobs: list[Job]) -> int:
     """A line for each job, in OUT.jsonl or on stdout."""
     keys = [(job.id, 0) for job in jobs]
-    out = OutFile(Path(args.out), keys) if args.out is not None else None
+    lengths = {job.id: len(job.tokens) for job in jobs}
+
+    def stale(key: Key, record: dict[str, Any]) -> str | None:
+        told, now = record["tokens"], lengths[key[0]]
+        return None if told == now else f"is the vector of a text of {told} tokens, and the text has {now} now"
+
+    out = OutFile(Path(args.out), keys, ("embedding", "tokens"), stale) if args.out is not None else None
     todo = [job for job in jobs if out is None or (job.id, 0) not in out]
     if len(todo) < len(jobs):
         notice(f"{args.out}: {len(jobs) - len(todo):,} of {len(jobs):,} results are there already")

@@ -3,12 +3,13 @@
 import argparse
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pellucid.cli.output import Progress, notice, print_json
-from pellucid.cli.records import OutFile, read_records
+from pellucid.cli.records import Key, OutFile, read_records, refuse_input
 from pellucid.cli.sampling import (
     add_engine_flags,
     add_model_flags,
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
     from pellucid.checkpoint.model_folder import Loaded
     from pellucid.inference import Result, SamplingParams
 
+RECORD = ("id", "prompt", "messages", "ids", "params")
+"""Keys of a request; any other is the caller's own."""
+RESULT = ("text", "ids", "finish_reason", "usage")
+"""Keys that every result has behind its id."""
+MAX_BATCH = 65_536
+
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command."""
@@ -30,7 +37,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "generate",
         help="continue prompts",
         description="Continue one prompt, or each record of a JSONL file: "
-        '{"id"?, "prompt" | "messages" | "ids", "params"?} gives {"id", "text", "ids", "finish_reason", "logprobs"?, "usage"}.',
+        '{"id"?, "prompt" | "messages" | "ids", "params"?} gives {"id", "text", "ids", "finish_reason", "logprobs"?, "usage"}. '
+        "A record may have keys of your own besides; they are not copied.",
     )
     add_model_flags(parser)
     source = parser.add_mutually_exclusive_group(required=True)
@@ -43,7 +51,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_sampling_flags(parser)
     add_engine_flags(parser)
-    parser.add_argument("--num-samples", type=int, metavar="N", help="samples of each prompt (default 1)")
+    parser.add_argument("--num-samples", type=int, metavar="N", help="samples of each prompt, up to 1024 (default 1)")
     parser.add_argument("--logprobs", action="store_true", help="with the log-probability of each token, in nats")
     parser.add_argument("--batch-size", type=int, default=16, help="samples that run together (default 16)")
     parser.add_argument("--json", action="store_true", help="one object on stdout")
@@ -52,14 +60,22 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Continue; 1 if a request failed on its way."""
-    if args.batch_size < 1:
-        raise ConfigError(f"--batch-size must be at least 1, got {args.batch_size}")
+    from pellucid.inference.request import MAX_SAMPLES
+
+    for flag, value, high in (
+        ("batch-size", args.batch_size, MAX_BATCH),
+        ("num-samples", args.num_samples, MAX_SAMPLES),
+    ):
+        if value is not None and not 1 <= value <= high:
+            raise ConfigError(f"--{flag} must be in [1, {high}], got {value}")
     if args.out is not None and args.prompts is None:
         raise ConfigError("--out goes with --prompts IN.jsonl; a single --prompt is printed")
     params = sampling_params(args)
     if args.prompts is None:
         loaded = load(args)
         return run_prompt(args, loaded, make_job(loaded, 0, {"prompt": args.prompt}, params, "--prompt"))
+    if args.out is not None:
+        refuse_input(Path(args.out), Path(args.prompts), "--prompts")
     records = read_records(Path(args.prompts))
     loaded = load(args)
     jobs = [make_job(loaded, r.id, r.table, params, r.location) for r in records]
@@ -83,6 +99,7 @@ def make_job(loaded: "Loaded", id_: str | int, table: dict[str, Any], params: "S
     from pellucid.text import with_stop_ids
 
     try:
+        check_keys(table)
         own = table.get("params", {})
         if not isinstance(own, dict):
             raise RequestError(f'"params" must be an object, got {own!r}')
@@ -94,6 +111,26 @@ def make_job(loaded: "Loaded", id_: str | int, table: dict[str, Any], params: "S
     except PellucidError as error:
         raise RequestError(f"{location}: {error}") from error
     return Job(id_, tokens, params, location)
+
+
+def check_keys(table: dict[str, Any]) -> None:
+    """`RequestError` for a key that is nearly one of `RECORD`, or names a sampling parameter and would do nothing."""
+    from pellucid.inference import SamplingParams
+
+    parameters = [f.name for f in fields(SamplingParams)]
+    # near means nearer than "idx" is to "id", "prompt_id" to "prompt" or "num_tokens" to "min_tokens"
+    near = [name for name in (*RECORD, *parameters) if len(name) > 5]
+    for key in table:
+        if key in RECORD:
+            continue
+        if key in parameters:
+            raise RequestError(f'"{key}" is a sampling parameter; put it in "params"')
+        low = key.lower()
+        for close in [low] if low in RECORD else get_close_matches(low, near, n=1, cutoff=0.82):
+            where = ', in "params"' if close in parameters else ""
+            raise RequestError(
+                f'unknown key "{key}"; did you mean "{close}"{where}? A key of your own needs another name'
+            )
 
 
 def encode_record(loaded: "Loaded", table: dict[str, Any]) -> list[int]:
@@ -143,7 +180,12 @@ def run_prompt(args: argparse.Namespace, loaded: "Loaded", job: Job) -> int:
 def run_prompts(args: argparse.Namespace, loaded: "Loaded", jobs: list[Job]) -> int:
     """Every record: a line each, in OUT.jsonl or on stdout. 1 if one of them failed; it then has no line."""
     keys = [(job.id, sample) for job in jobs for sample in range(job.params.n)]
-    out = OutFile(Path(args.out), keys) if args.out is not None else None
+    lengths = {job.id: len(job.tokens) for job in jobs}
+
+    def stale_line(key: Key, record: dict[str, Any]) -> str | None:
+        return stale(record, lengths[key[0]], logprobs=args.logprobs)
+
+    out = OutFile(Path(args.out), keys, RESULT, stale_line) if args.out is not None else None
     missing = {key for key in keys if out is None or key not in out}
     todo = [job for job in jobs if any((job.id, sample) in missing for sample in range(job.params.n))]
     if len(missing) < len(keys):
@@ -170,6 +212,17 @@ def run_prompts(args: argparse.Namespace, loaded: "Loaded", jobs: list[Job]) -> 
     else:
         notice(", ".join(f"{value:,} {name}" for name, value in summary.items()))
     return 1 if failures else 0
+
+
+def stale(record: dict[str, Any], prompt_tokens: int, *, logprobs: bool) -> str | None:
+    """Why a kept line is no result of this prompt under these flags; None where it can be."""
+    usage = record["usage"]
+    told = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    if told != prompt_tokens:
+        return f"is the answer to a prompt of {told} tokens, and the prompt has {prompt_tokens} now"
+    if logprobs and "logprobs" not in record:
+        return "has no logprobs, which --logprobs asks for"
+    return None
 
 
 def finished(loaded: "Loaded", jobs: list[Job], args: argparse.Namespace) -> Iterator[tuple[Job, int, "Result"]]:

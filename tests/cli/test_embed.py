@@ -89,11 +89,51 @@ def test_an_interrupted_file_is_resumed_by_id_and_put_in_order(model: Path, tmp_
     assert embed(model, source, *command) == 0
     whole = out.read_bytes()
     lines = whole.splitlines(keepends=True)
-    kept = json.dumps({"id": "t2", "embedding": ["kept"], "tokens": 0}).encode() + b"\n"
+    kept = json.dumps(json.loads(lines[2]) | {"embedding": ["kept"]}).encode() + b"\n"
     for rest in (b"", lines[4], lines[5][:20]):
         out.write_bytes(kept + rest)
         assert embed(model, source, *command) == 0
         assert out.read_bytes() == b"".join([*lines[:2], kept, *lines[3:]])
+    for torn in (lines[0][:1], lines[0][:40], lines[0][:-1]):
+        out.write_bytes(torn)
+        assert embed(model, source, *command) == 0
+        assert out.read_bytes() == whole
+
+
+def test_an_out_file_of_something_else_is_refused_as_it_is(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = write_lines(tmp_path / "in.jsonl", records()), tmp_path / "out.jsonl"
+    alien = ":1: not a result of this command; give another --out"
+    for content, message in [
+        ("my notes", alien),
+        ('{"id": "t1", "text": "hello"}', alien),  # a copy of what is read
+        ('{"id": "t1", "text": "hello"}\n', alien),
+        ('{"id": [1]}\n', alien),
+        ('{"id": "z", "embedding": [0.1], "tokens": 3}\n', ":1: id 'z' (sample 0) is not asked for"),
+        (
+            '{"id": "t1", "embedding": [0.1], "tokens": 99}\n',
+            ":1: id 't1' is there already and is the vector of a text of 99 tokens, and the text has",
+        ),
+    ]:
+        out.write_text(content)
+        assert embed(model, source, "--out", str(out)) == 2
+        assert message in capsys.readouterr().err
+        assert out.read_text() == content
+
+
+def test_the_file_that_is_read_is_not_written_to(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_lines(tmp_path / "in.jsonl", records())
+    source.write_bytes(whole := source.read_bytes().removesuffix(b"\n"))
+    assert embed(model, source, "--out", str(source)) == 2
+    assert f"--out {source} is the file that --input reads; give another --out" in capsys.readouterr().err
+    assert source.read_bytes() == whole
+
+
+def test_results_can_go_to_a_device(model: Path, tmp_path: Path) -> None:
+    assert embed(model, write_lines(tmp_path / "in.jsonl", records()), "--out", "/dev/null") == 0
 
 
 def test_without_out_vectors_go_to_stdout_and_the_summary_to_stderr(
@@ -148,6 +188,7 @@ def test_long_texts_are_refused_by_name_and_cut_only_when_asked(
         ('{"body": "x"}', 'in.jsonl:2: "text" must be text, the record has body; --text-key'),
         ('{"id": 1, "text": "x"}', "in.jsonl:2: id 1 is that of"),
         ('{"text": "\\ud800"}', "in.jsonl:2: text has a lone surrogate"),
+        ('{"id": "\\ud800", "text": "x"}', "in.jsonl:2: \"id\" '\\ud800' has a lone surrogate"),
     ],
 )
 def test_bad_records_are_named_before_anything_is_written(

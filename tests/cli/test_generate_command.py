@@ -163,6 +163,21 @@ def test_a_line_separator_inside_a_prompt_is_not_a_line_end(model: Path, tmp_pat
         ('{"prompt": "x", "params": 3}', 'in.jsonl:2: "params" must be an object'),
         ('{"id": "a", "prompt": "x"}', "in.jsonl:2: id 'a' is that of"),
         ('{"id": [1], "prompt": "x"}', 'in.jsonl:2: "id" must be text or a whole number'),
+        (
+            '{"id": "\\ud800", "prompt": "x"}',
+            """in.jsonl:2: "id" '\\ud800' has a lone surrogate, which no file can hold""",
+        ),
+        pytest.param("[" * 100_000, "in.jsonl:2: not JSON (maximum recursion depth", id="nested"),
+        ('{"prompt": "x", "param": {}}', 'in.jsonl:2: unknown key "param"; did you mean "params"?'),
+        ('{"promtp": "x"}', 'in.jsonl:2: unknown key "promtp"; did you mean "prompt"?'),
+        ('{"ID": 5, "prompt": "x"}', 'in.jsonl:2: unknown key "ID"; did you mean "id"?'),
+        ('{"prompt": "x", "max_tokens": 1}', 'in.jsonl:2: "max_tokens" is a sampling parameter; put it in "params"'),
+        ('{"prompt": "x", "n": 1}', 'in.jsonl:2: "n" is a sampling parameter; put it in "params"'),
+        (
+            '{"prompt": "x", "max_new_tokens": 1}',
+            'in.jsonl:2: unknown key "max_new_tokens"; did you mean "max_tokens", in "p',
+        ),
+        ('{"prompt": "x", "params": {"n": 100000}}', "in.jsonl:2: n must be in [1, 1024], got 100000"),
         (json.dumps({"ids": [5] * 64}), "in.jsonl:2: prompt has 64 tokens and the model's window is 64; shorten it"),
     ],
 )
@@ -181,14 +196,83 @@ def test_an_out_file_of_something_else_is_refused(
 ) -> None:
     source, out = write_lines(tmp_path / "in.jsonl", REQUESTS[:2]), tmp_path / "out.jsonl"
     command = ["generate", str(model), "--prompts", str(source), "--out", str(out), *GREEDY]
+    result = '"text": "", "ids": [1], "finish_reason": "stop", "usage": {"prompt_tokens": 3}'
+    alien = ":1: not a result of this command; give another --out"
     for content, message in [
-        ("poems\n\n", ":1: not a result of this command"),
-        ('{"id": "z"}\n', ":1: id 'z' (sample 0)"),
+        ("poems\n\n", alien),
+        ("my notes", alien),
+        ("my notes\rof two days", alien),
+        ('{"id": "a", "prompt": "the fox"}', alien),  # a copy of what is read
+        ('{"id": "a", "prompt": "the fox"}\n{"pro', alien),
+        ('{"id": "z", "text": "", "ids"', alien),
+        ('{"id": [1]}\n', alien),
+        ('{"id": "a", "sample": {}}\n', alien),
+        ("[" * 100_000 + "\n", alien),
+        (f'{{"id": "z", {result}}}\n', ":1: id 'z' (sample 0) is not asked for"),
     ]:
         out.write_text(content)
         assert main(command) == 2
         assert message in capsys.readouterr().err
-        assert out.read_text() == content
+        assert out.read_bytes() == content.encode()
+
+
+def test_the_file_that_is_read_is_not_written_to(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, other = write_lines(tmp_path / "in.jsonl", REQUESTS), tmp_path / "other.jsonl"
+    source.write_bytes(whole := source.read_bytes().removesuffix(b"\n"))
+    other.symlink_to(source)
+    for out in (source, other):
+        assert main(["generate", str(model), "--prompts", str(source), "--out", str(out), *GREEDY]) == 2
+        assert f"--out {out} is the file that --prompts reads; give another --out" in capsys.readouterr().err
+        assert source.read_bytes() == whole
+
+
+def test_a_first_line_that_was_torn_is_ours(model: Path, tmp_path: Path) -> None:
+    source, out = write_lines(tmp_path / "in.jsonl", [{"id": "ä", "prompt": "the fox"}]), tmp_path / "out.jsonl"
+    command = ["generate", str(model), "--prompts", str(source), "--out", str(out), "--seed", "3", *GREEDY]
+    for flags in ([], ["--num-samples", "2"]):
+        out.unlink(missing_ok=True)
+        assert main([*command, *flags]) == 0
+        whole = out.read_bytes()
+        for size in (1, 9, 25, whole.index(b"\n")):
+            out.write_bytes(whole[:size])
+            assert main([*command, *flags]) == 0
+            assert out.read_bytes() == whole
+
+
+def test_results_of_other_prompts_or_flags_are_not_kept(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = write_lines(tmp_path / "in.jsonl", REQUESTS[:2]), tmp_path / "out.jsonl"
+    command = ["generate", str(model), "--prompts", str(source), "--out", str(out), *GREEDY]
+    assert main(command) == 0
+    whole = out.read_bytes()
+    way_out = "; give another --out or delete the file"
+    assert main([*command, "--logprobs"]) == 2
+    assert f"out.jsonl:1: id 'a' is there already and has no logprobs, which --logprobs asks for{way_out}" in (
+        capsys.readouterr().err
+    )
+    write_lines(source, [REQUESTS[0], {"prompt": "the hen asked the cat"}])
+    assert main(command) == 2
+    told = f"out.jsonl:2: id 2 is there already and is the answer to a prompt of 4 tokens, and the prompt has 6 now{way_out}"
+    assert told in capsys.readouterr().err
+    assert out.read_bytes() == whole
+    out.unlink()
+    assert main([*command, "--logprobs"]) == 0
+    assert main(command) == 0  # logprobs that nobody asks for do no harm
+    assert all("logprobs" in record for record in read_lines(out))
+
+
+def test_keys_of_ones_own_are_left_alone(model: Path, tmp_path: Path) -> None:
+    own = ("idx", "_id", "uid", "prompt_id", "source", "meta", "text", "num_tokens", "usage")
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "the fox", **dict.fromkeys(own, 1)}])
+    assert main(["generate", str(model), "--prompts", str(source), *GREEDY]) == 0
+
+
+def test_results_can_go_to_a_device(model: Path, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", REQUESTS)
+    assert main(["generate", str(model), "--prompts", str(source), "--out", "/dev/null", *GREEDY]) == 0
 
 
 def test_a_prompt_without_finite_logits_fails_alone_and_is_tried_again(
@@ -238,9 +322,11 @@ def test_a_model_without_tokenizer_still_continues_ids(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["--prompt", "x", "--out", "y"], "--out goes with --prompts"),
-        (["--prompt", "x", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["--prompt", "x", "--batch-size", "0"], "--batch-size must be in [1, 65536], got 0"),
+        (["--prompt", "x", "--batch-size", "65537"], "--batch-size must be in [1, 65536], got 65537"),
         (["--prompt", "x", "--top-p", "1.5"], "top_p must be in [0, 1], got 1.5"),
-        (["--prompt", "x", "--num-samples", "0"], "n must be at least 1, got 0"),
+        (["--prompt", "x", "--num-samples", "0"], "--num-samples must be in [1, 1024], got 0"),
+        (["--prompt", "x", "--num-samples", "1025"], "--num-samples must be in [1, 1024], got 1025"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
     ],
 )
