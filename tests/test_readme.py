@@ -57,7 +57,7 @@ def test_the_readme_runs_as_printed(
         "prepare", "train", "eval", "generate", "chat", "inspect", "config", "doctor", "trace", "plan",
     }  # fmt: skip
     for words in commands:
-        monkeypatch.setattr(sys, "stdin", io.StringIO("Who is it?\n"))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Who is it?\n")))
         code = main(shortened(words[1:]))
         _, stderr = capfd.readouterr()
         assert code == 0, f"{shlex.join(words)}\n{stderr}"

@@ -51,19 +51,19 @@ def run(args: argparse.Namespace) -> int:
         notice("this model has no chat template: completion mode, each line is continued as text")
     interactive = sys.stdin.isatty()
     code = 0
-    while (line := read_line(interactive)) is not None:
-        command = line.strip()
-        if command == "/exit":
-            break
-        if command == "/reset":
-            chat.reset()
-            notice("the conversation starts over")
-        elif command:
-            try:
+    while True:
+        try:
+            line = read_line(interactive)
+            if line is None or (command := line.strip()) == "/exit":
+                break
+            if command == "/reset":
+                chat.reset()
+                notice("the conversation starts over")
+            elif command:
                 chat.say(line, write)
-            except PellucidError as error:
-                notice(f"pellucid: {error}")
-                code = error.exit_code
+        except PellucidError as error:
+            notice(f"pellucid: {error}")
+            code = error.exit_code
     return 0 if interactive else code
 
 
@@ -159,16 +159,20 @@ def write(text: str) -> None:
 
 
 def read_line(interactive: bool) -> str | None:
-    """The next turn without its line end; None at the end of the input."""
-    if not interactive:
-        line = sys.stdin.readline()
-        return line.rstrip("\r\n") if line else None
-    import contextlib
-
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - gives input() a history and editing
+    """The next turn without its line end; None at the end of the input. `RequestError` for one that is no text."""
     try:
+        if not interactive:
+            line = sys.stdin.buffer.readline()  # bytes, so that a bad line is one bad turn and not the end of all
+            return line.decode(sys.stdin.encoding).rstrip("\r\n") if line else None
+        import contextlib
+
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - gives input() a history and editing
         return input("> ")
     except EOFError:
         print()
         return None
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"the line is no {error.encoding} text (byte {error.start + 1}: 0x{error.object[error.start]:02x}); it is left out"
+        ) from None

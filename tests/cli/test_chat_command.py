@@ -29,8 +29,9 @@ def model(folder: Path) -> Transformer:
     return load_model(folder).model
 
 
-def talk(folder: Path, lines: str, monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
-    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+def talk(folder: Path, lines: str | bytes, monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
+    data = lines.encode() if isinstance(lines, str) else lines
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
     return main(["chat", str(folder), *FLAGS, *flags])
 
 
@@ -97,6 +98,17 @@ def test_a_turn_that_cannot_fit_is_refused_and_forgotten(
     captured = capsys.readouterr()
     assert "and the model's window is 128; shorten it" in captured.err
     assert len(captured.out.splitlines()) >= 1
+
+
+def test_a_line_that_is_no_text_is_refused_alone(
+    folder: Path, model: Transformer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert talk(folder, b"hello fox\r\nand \xff\xfe\nand the hen", monkeypatch) == 2
+    captured = capsys.readouterr()
+    first = answer(model, [user("hello fox")])
+    second = answer(model, [user("hello fox"), {"role": "assistant", "content": first}, user("and the hen")])
+    assert captured.out == f"{first}\n{second}\n"
+    assert "pellucid: the line is no utf-8 text (byte 5: 0xff); it is left out" in captured.err
 
 
 def test_the_refused_turn_leaves_no_trace(model: Transformer) -> None:

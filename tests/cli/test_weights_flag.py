@@ -46,7 +46,7 @@ def test_generate_and_chat_run_the_quantised_model(
     params = SamplingParams(temperature=0, max_tokens=5)
     [expected] = generate(loaded.model, [[i for i in prompt if i is not None]], params)
     assert record["ids"] == expected.ids and record["logprobs"] == expected.logprobs
-    monkeypatch.setattr("sys.stdin", io.StringIO("the fox\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the fox\n")))
     assert main(["chat", str(model), *flags]) == 0
     assert capsys.readouterr().out.strip()
 
