@@ -9,6 +9,7 @@ from pellucid.cli.sampling import add_engine_flags, add_model_flags, engine_opti
 from pellucid.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
+    from pellucid.config import ModelConfig
     from pellucid.evaluate.roofline import Roofline
     from pellucid.evaluate.serving import Limits, Report, Run, Spread
     from pellucid.evaluate.workload import Workload
@@ -44,10 +45,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def add_load_flags(parser: argparse.ArgumentParser) -> None:
     """What is sent, and when."""
-    parser.add_argument("--requests", type=int, default=64, metavar="N", help="to send (default 64)")
+    parser.add_argument("--requests", type=int, default=64, metavar="N", help="to send, up to 100000 (default 64)")
     loop = parser.add_mutually_exclusive_group()
     loop.add_argument("--concurrency", type=int, metavar="C", help="closed loop: C requests at a time (default 8)")
-    loop.add_argument("--rate", type=float, metavar="R", help="open loop: R requests arrive a second, at random")
+    loop.add_argument(
+        "--rate", type=float, metavar="R", help="open loop: R requests arrive a second, at least 0.001, at random"
+    )
     lengths = {"prompt": ("128", "tokens of a prompt"), "max": ("64", "tokens of an answer")}
     for name, (default, what) in lengths.items():
         parser.add_argument(
@@ -87,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
     from pellucid.evaluate.roofline import read_bandwidth, roofline
     from pellucid.evaluate.serving import Limits, peak_rss_bytes, report
-    from pellucid.evaluate.workload import Workload
+    from pellucid.evaluate.workload import MAX_REQUESTS, Workload
     from pellucid.inference import Engine
 
     concurrency = 8 if args.concurrency is None and args.rate is None else args.concurrency
@@ -97,9 +100,10 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     limits = Limits(ttft_s=args.ttft_limit, tpot_s=args.tpot_limit, e2el_s=args.e2el_limit)
     warm = args.warm_up if args.warm_up is not None else min(args.requests, concurrency or OPEN_LOOP_WARM)
-    if warm < 0:
-        raise ConfigError(f"--warm-up must not be negative, got {warm}")
+    if not 0 <= warm <= MAX_REQUESTS:
+        raise ConfigError(f"--warm-up must be in [0, {MAX_REQUESTS}], got {warm}")
     model = load(args).model
+    check_prompts(workload, model.config)
     engine = Engine(
         model, kv_gb=args.kv_gb, max_running=concurrency or OPEN_LOOP_RUNNING, max_waiting=args.requests + warm,
         **engine_options(args),
@@ -124,6 +128,18 @@ def run(args: argparse.Namespace) -> int:
         shown = lines(figures, limits, peak, engine.pool.block_size) + roofline_lines(bound)
         print("\n".join(f"{name:<20} {text}" for name, text in shown))
     return 1 if figures.failed else 0
+
+
+def check_prompts(workload: "Workload", config: "ModelConfig") -> None:
+    """`RequestError` for prompts without room in the window, before so many tokens are drawn."""
+    from pellucid.inference import window_of
+
+    longest, window = workload.shared_prefix + workload.prompt_tokens[1], window_of(config)
+    if longest >= window:
+        raise RequestError(
+            f"a prompt has up to {longest:,} tokens and the model's window is {window:,}; lower --prompt-tokens or "
+            "--shared-prefix"
+        )
 
 
 def serve(engine: "Engine", workload: "Workload", warm: int, *, quiet: bool) -> "Run":

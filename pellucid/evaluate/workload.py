@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from pellucid.errors import ConfigError
 from pellucid.inference import Request, SamplingParams
 
+MAX_REQUESTS = 100_000
+MIN_RATE = 0.001
+"""A request in a quarter of an hour; rarer ones are no load, and cannot be slept for in the end."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
@@ -17,10 +21,11 @@ class Workload:
     """
 
     requests: int = 64
+    """Up to 100,000."""
     concurrency: int | None = None
     """Closed loop: as soon as one of so many ends, the next is sent."""
     rate: float | None = None
-    """Open loop: so many arrive a second, as a Poisson process, whatever the engine does."""
+    """Open loop: so many arrive a second, at least 0.001, as a Poisson process, whatever the engine does."""
     prompt_tokens: tuple[int, int] = (128, 128)
     """Least and greatest length of a prompt, the shared prefix not counted."""
     max_tokens: tuple[int, int] = (64, 64)
@@ -35,6 +40,9 @@ class Workload:
         for name, low in (("requests", 1), ("shared_prefix", 0), ("groups", 1), ("seed", 0)):
             if getattr(self, name) < low:
                 raise ConfigError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        for name in ("requests", "concurrency"):
+            if (getattr(self, name) or 0) > MAX_REQUESTS:
+                raise ConfigError(f"{name} must be at most {MAX_REQUESTS}, got {getattr(self, name)}")
         for name in ("prompt_tokens", "max_tokens"):
             low, high = getattr(self, name)
             if not 1 <= low <= high:
@@ -43,17 +51,17 @@ class Workload:
             raise ConfigError("give one of concurrency (a closed loop) and rate (an open one)")
         if self.concurrency is not None and self.concurrency < 1:
             raise ConfigError(f"concurrency must be at least 1, got {self.concurrency}")
-        if self.rate is not None and not 0 < self.rate < math.inf:
-            raise ConfigError(f"rate must be above 0, got {self.rate}")
+        if self.rate is not None and not MIN_RATE <= self.rate < math.inf:
+            raise ConfigError(f"rate must be finite and at least {MIN_RATE}, got {self.rate}")
         if self.groups > 1 and not self.shared_prefix:
             raise ConfigError(
                 f"groups {self.groups} differ in their shared_prefix, which is 0; set it or leave groups out"
             )
 
     def make_requests(self, vocab_size: int, salt: str = "") -> list[Request]:
-        """In order of arrival; their ids are "0", "1", ..."""
+        """In order of arrival; their ids are "0", "1", ... Whether a model has room for their lengths is not looked at."""
         draw, ids = random.Random(self.seed), range(vocab_size)
-        prefixes = [draw.choices(ids, k=self.shared_prefix) for _ in range(self.groups)]
+        prefixes = [draw.choices(ids, k=self.shared_prefix) for _ in range(min(self.groups, self.requests))]
         made = []
         for number in range(self.requests):
             own = draw.choices(ids, k=draw.randint(*self.prompt_tokens))

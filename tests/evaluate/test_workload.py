@@ -33,6 +33,11 @@ def test_prompts_of_a_group_begin_alike_and_no_further() -> None:
     assert len(set(tails)) == 9
 
 
+def test_groups_that_no_request_belongs_to_are_not_drawn() -> None:
+    requests = Workload(requests=2, concurrency=1, shared_prefix=16, groups=10**12).make_requests(1000)
+    assert requests[0].tokens[:16] != requests[1].tokens[:16]
+
+
 def test_arrivals_are_a_poisson_process() -> None:
     arrivals = Workload(requests=20_000, rate=4.0).arrivals()
     assert arrivals is not None
@@ -52,8 +57,11 @@ def test_arrivals_are_a_poisson_process() -> None:
         ({"rate": 1.0}, "give one of concurrency"),
         ({"concurrency": None}, "give one of concurrency"),
         ({"concurrency": 0}, "concurrency must be at least 1, got 0"),
-        ({"concurrency": None, "rate": 0.0}, "rate must be above 0, got 0.0"),
-        ({"concurrency": None, "rate": float("nan")}, "rate must be above 0, got nan"),
+        ({"concurrency": None, "rate": 0.0}, "rate must be finite and at least 0.001, got 0.0"),
+        ({"concurrency": None, "rate": 1e-300}, "rate must be finite and at least 0.001, got 1e-300"),
+        ({"requests": 100_001}, "requests must be at most 100000, got 100001"),
+        ({"concurrency": 10**30}, "concurrency must be at most 100000, got 1000"),
+        ({"concurrency": None, "rate": float("nan")}, "rate must be finite and at least 0.001, got nan"),
         ({"prompt_tokens": (5, 4)}, "prompt_tokens must be two lengths of at least 1, the lesser first, got 5:4"),
         ({"max_tokens": (0, 4)}, "max_tokens must be two lengths of at least 1, the lesser first, got 0:4"),
         ({"shared_prefix": -1}, "shared_prefix must be at least 0, got -1"),
