@@ -62,8 +62,9 @@ class DataConfig:
     """Which side of a record longer than the context is cut; "refuse" stops. What then has nothing to learn is left out."""
 
     def __post_init__(self) -> None:
-        require(self.context >= 0, f"data.context must not be negative, got {self.context}")
-        require(self.stride >= 0, f"data.stride must not be negative, got {self.stride}")
+        for name in ("context", "stride"):
+            value = getattr(self, name)
+            require(0 <= value < 2**31, f"data.{name} must not be negative, and less than 2**31, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,12 +193,14 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "micro_batch", "log_every"):
-            require(getattr(self, name) >= 1, f"train.{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            require(1 <= value < 2**31, f"train.{name} must be at least 1, and less than 2**31, got {value}")
         counts = ("steps", "epochs", "save_every", "keep_last", "keep_every", "val_every", "hash_every", "seed")
         for name in (*counts, "sample_every"):
             value = getattr(self, name)
             require(value is None or value >= 0, f"train.{name} must not be negative, got {value}")
-        require(self.seed < 2**32, f"train.seed must be less than 2**32, got {self.seed}")  # two would give one order
+        # the order of the data takes it modulo that: two seeds would have one order
+        require(self.seed < 2**32, f"train.seed must be less than 2**32, got {self.seed}")
         require(
             self.steps is None or self.epochs is None,
             f"train.steps ({self.steps}) and train.epochs ({self.epochs}) are both set; give one of them",

@@ -23,6 +23,18 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """About 1M, 12M and 110M parameters with vocabularies of 2,048, 8,192 and 32,768."""
+MAX_LAYERS = 10_000
+"""Far more than any model has; a damaged file may say billions, and lists of layers are made before any weight is read."""
+
+_MOST = (
+    dict.fromkeys(("vocab_size", "max_position_embeddings", "sliding_window"), 2**31 - 1)
+    | dict.fromkeys(("hidden_size", "intermediate_size", "kv_lora_rank", "q_lora_rank"), 2**24)
+    | dict.fromkeys(("moe_intermediate_size",), 2**20)
+    | dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**16)
+    | dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 2**16)
+    | dict.fromkeys(("n_routed_experts", "n_shared_experts"), 2**12)
+)
+"""Far above any model; the bytes of every weight are then a number of 64 bits, so that a plan can be made of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,8 +133,15 @@ class ModelConfig:
         sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         for name in (*sizes, "max_position_embeddings"):
             require(getattr(self, name) >= 1, f"model.{name} must be at least 1, got {getattr(self, name)}")
+        require(
+            self.num_hidden_layers <= MAX_LAYERS,
+            f"model.num_hidden_layers must be at most {MAX_LAYERS:,}, got {self.num_hidden_layers}",
+        )
         for name in ("vocab_size", "num_key_value_heads", "head_dim", "max_window_layers"):
             require(getattr(self, name) >= 0, f"model.{name} must not be negative, got {getattr(self, name)}")
+        for name, most in _MOST.items():
+            value = getattr(self, name)
+            require(value is None or value <= most, f"model.{name} must be at most {most:,}, got {value}")
         if not self.num_key_value_heads:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         if self.attention_out_bias == self.attention_bias:

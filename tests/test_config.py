@@ -294,6 +294,7 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_path(table: dict[str, Any
     [
         ("model.hidden_size", 0),
         ("model.num_hidden_layers", 0),
+        ("model.num_hidden_layers", 10_001),
         ("model.vocab_size", -1),
         ("model.num_key_value_heads", -1),
         ("model.num_key_value_heads", 4),  # 6 heads
@@ -309,7 +310,10 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_path(table: dict[str, Any
         ("model.initializer_range", 0),
         ("model.sliding_window", 0),
         ("model.attend", "flash"),
+        ("model.hidden_size", 10**11),
+        ("model.max_position_embeddings", 10**20),
         ("data.context", -1),
+        ("data.context", 2**31),
         ("data.stride", -1),
         ("optim.lr", 0),
         ("optim.lr", math.nan),
@@ -322,6 +326,7 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_path(table: dict[str, Any
         ("train.global_batch", 0),
         ("train.micro_batch", 0),
         ("train.micro_batch", 5),  # 16 a step
+        ("train.global_batch", 2**31),
         ("train.log_every", 0),
         ("train.keep_last", -1),
         ("train.seed", -1),

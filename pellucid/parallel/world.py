@@ -238,8 +238,9 @@ def _read_environment() -> _Place | None:
 
 def _number(name: str) -> int:
     text = os.environ[name]
-    if not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"{name} is {text!r} in the environment; it must be a number from 0")
+    most = 2**16 - 1 if name == "MASTER_PORT" else 2**31 - 1
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= most):
+        raise ConfigError(f"{name} is {text!r} in the environment; it must be a number from 0 to {most}")
     return int(text)
 
 

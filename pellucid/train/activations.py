@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pellucid.config import ModelConfig, RunConfig
 from pellucid.data.batches import Batch
+from pellucid.errors import ConfigError
 from pellucid.model import Transformer
 from pellucid.model.attend import WindowAttend
 from pellucid.model.attention import Attend
@@ -58,14 +59,26 @@ def peak_activation_bytes(
         documents: in each row, of equal length; 1 needs no mask.
 
     Raises:
-        ConfigError: no vocabulary size is known.
+        ConfigError: no vocabulary size is known, or a tensor has more bytes than can be counted.
     """
     strategy = strategy or build_strategy(config)
     device = device if device.type == "cuda" else CPU
     try:
         return _peak(config, strategy, vocab_size, device, documents)
     except RuntimeError:  # of many kinds: .item(), nonzero(), .numpy(), an operator without a shape rule
+        return _pretraining_peak(config, vocab_size, device, documents)
+
+
+def _pretraining_peak(config: RunConfig, vocab_size: int, device: torch.device, documents: int) -> int:
+    try:
         return _peak(config, Pretrain(PretrainOptions()), vocab_size, device, documents)
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise ConfigError(
+            f"one micro-batch of {config.train.micro_batch:,} x {context_of(config):,} tokens has tensors of more bytes than 64 bits "
+            "count; lower train.micro_batch, data.context or model.max_position_embeddings"
+        ) from error
 
 
 def _peak(config: RunConfig, strategy: Strategy, vocab_size: int, device: torch.device, documents: int) -> int:

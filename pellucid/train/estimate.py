@@ -1,7 +1,6 @@
 """What a run will need, before its first step."""
 
 import math
-import os
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,11 +17,11 @@ from pellucid.parallel.layout import ParameterInfo, parameter_infos
 from pellucid.parallel.plan import modes
 from pellucid.registry import lookup
 from pellucid.train.activations import ShapeModel, known_shape, peak_activation_bytes
+from pellucid.train.memory import GIB, available_bytes
 from pellucid.train.precision import matmul_gflops
 from pellucid.train.setup import Setup, context_of, plan_mode
 from pellucid.train.strategies import Strategy, rows_of
 
-GIB = 2**30
 EFFICIENCY = 0.55
 """Share of the matrix-product speed that whole training steps reach."""
 
@@ -85,7 +84,7 @@ def estimate(setup: Setup) -> Estimate:
         activation_bytes=peak_activation_bytes(
             config, strategy=setup.strategy, device=setup.device, documents=_documents_in_a_row(setup)
         ),
-        available_bytes=_available(setup.device),
+        available_bytes=available_bytes(setup.device),
         seconds=seconds,
         steps=setup.total_steps,
         tokens_per_step=tokens,
@@ -148,16 +147,3 @@ def _documents_in_a_row(setup: Setup) -> int:
     if split.num_documents == 1:
         return 1
     return min(context, 1 + math.ceil(context * split.num_documents / split.num_tokens))
-
-
-def _available(device: torch.device) -> int | None:
-    """Free bytes for this rank: the ranks of a machine share its memory, and each has its own GPU."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            table = dict(line.split(":", 1) for line in file)
-    except OSError:
-        return None
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", comm.world_size())) if comm.world_size() > 1 else 1
-    return int(table["MemAvailable"].split()[0]) * 1024 // here

@@ -35,6 +35,7 @@ from pellucid.registry import lookup
 from pellucid.tokenizer import Tokenizer
 from pellucid.train.callbacks import Callback
 from pellucid.train.ema import WeightAverage
+from pellucid.train.memory import refuse_unbuildable
 from pellucid.train.precision import DTYPES, resolve_dtype
 from pellucid.train.ranks import of_first_rank, on_first_rank
 from pellucid.train.run_folder import CONFIG
@@ -250,6 +251,7 @@ def _build_model(
         model = _initial_model(config, data)
     elif model is None:
         shape = config.model if config.model.vocab_size else replace(config.model, vocab_size=vocab_size)
+        refuse_unbuildable(shape)
         generator = torch.Generator().manual_seed(config.train.seed)
         model = Transformer(shape, generator=generator)
     refuse_quantized(model, "to be trained")

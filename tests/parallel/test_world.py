@@ -61,6 +61,8 @@ def test_alone_it_is_rank_0_of_1(environment):
         (dict(zip(VARIABLES, (2, 0, 2, "localhost", 1), strict=True)), "RANK is 2 and WORLD_SIZE is 2"),
         (dict(zip(VARIABLES, ("one", 0, 2, "localhost", 1), strict=True)), "RANK is 'one'"),
         (dict(zip(VARIABLES, (0, 0, 2, "localhost", -1), strict=True)), "MASTER_PORT is '-1'"),
+        (dict(zip(VARIABLES, (0, 0, 2, "localhost", 99999), strict=True)), "MASTER_PORT is '99999'.* from 0 to 65535"),
+        (dict(zip(VARIABLES, (0, 0, 2**31, "localhost", 1), strict=True)), "WORLD_SIZE is '2147483648'"),
     ],
 )
 def test_an_environment_that_is_incomplete_or_contradicts_itself_is_refused_by_name(environment, values, message):

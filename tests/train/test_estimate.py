@@ -12,7 +12,7 @@ from pellucid.errors import ConfigError
 from pellucid.model import Transformer
 from pellucid.parallel import comm
 from pellucid.parallel.layout import MIB
-from pellucid.train import Trainer
+from pellucid.train import Trainer, memory, setup
 from pellucid.train import estimate as module
 from pellucid.train.activations import peak_activation_bytes
 from pellucid.train.estimate import estimate, planned_parameters
@@ -171,3 +171,17 @@ def test_the_time_is_of_the_whole_models_arithmetic(monkeypatch):
         return estimate(Trainer(tiny_config(parallel__mode=mode), train_data=windows()).setup).seconds
 
     assert len({seconds for mode in ("ddp", "zero3") for seconds in run_ranks(lambda mode=mode: rank(mode), 2)}) == 1
+
+
+def test_a_model_whose_weights_do_not_fit_is_refused_before_it_is_built(monkeypatch):
+    weights = 4 * Transformer(tiny_config().model, device="meta").num_parameters()
+    for free, fits in ((weights, True), (weights - 1, False)):
+        monkeypatch.setattr(memory, "_free_bytes", lambda free=free: free)
+        if fits:
+            memory.refuse_unbuildable(tiny_config().model)
+            continue
+        monkeypatch.setattr(setup, "seed_everything", lambda *_, **__: pytest.fail("it was built"))
+        with pytest.raises(
+            ConfigError, match=r"weights of this model alone need .* GiB are free; .*model\.hidden_size"
+        ):
+            Trainer(tiny_config(), train_data=windows(30))
