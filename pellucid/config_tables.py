@@ -51,7 +51,9 @@ def build(cls: type[ConfigT], table: dict[str, Any], path: str = "") -> ConfigT:
             tables = {key: extra.pop(key) for key in list(extra) if key in names(f.metadata["kind"])}
             values[f.name] = _named_tables(f.metadata["kind"], tables, path)
             by_name.pop(f.name)
-            by_name |= dict.fromkeys(names(f.metadata["kind"]), f)
+            kind = f.metadata["kind"]
+            # one without options has no key to suggest
+            by_name |= {name: f for name in names(kind) if fields(lookup(kind, name).config)}
     if extra:
         key = next(iter(extra))
         known = list(by_name) + (["preset"] if cls is ModelConfig else [])

@@ -41,6 +41,10 @@ def run(args: argparse.Namespace) -> int:
         return _to_gguf(args)
     if args.type is not None:
         raise ConfigError(f"--type {args.type} is for --to gguf; a model folder has --dtype")
+    if Path(args.out).suffix.lower() == ".gguf":
+        raise ConfigError(
+            f"--out {args.out} is the name of a GGUF file and --to {args.to} writes a folder; add --to gguf"
+        )
     if args.to == "adapter":
         return _to_adapter(args)
     from pellucid.checkpoint.model_folder import export_model, open_weights

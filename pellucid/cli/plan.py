@@ -19,6 +19,8 @@ VOCAB_SIZE = 8192
 LINKS = ("100Gbit/s", "10Gbit/s", "1Gbit/s")
 """Without latency, so that they compare bytes alone."""
 GIB, MB = 2**30, 1e6
+MOST_RANKS = 1_000_000
+"""A plan keeps a few numbers for each."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -74,8 +76,8 @@ def planned_config(path: str, settings: dict[str, str]) -> RunConfig:
 
 def with_whole_batch(config: RunConfig, world_size: int) -> RunConfig:
     """The configuration with a global batch that ``world_size`` ranks can share, which is said where it is another one."""
-    if world_size < 1:
-        raise ConfigError(f"--world-size must be at least 1, got {world_size}")
+    if not 1 <= world_size <= MOST_RANKS:
+        raise ConfigError(f"--world-size must be at least 1 and at most {MOST_RANKS:,}, got {world_size}")
     batch, share = config.train.global_batch, config.train.micro_batch * world_size
     if batch % share == 0:
         return config
@@ -108,10 +110,12 @@ def plan_facts(config: RunConfig, world_size: int, links: Sequence[str]) -> dict
     from pellucid.train.estimate import planned_parameters
     from pellucid.train.setup import build_strategy, plan_mode
 
+    lookup("mode", config.parallel.mode)
+    device = _device(config)
     whole_weights = getattr(build_strategy(config), "whole_weights", False)
     parameters = planned_parameters(config)
     with as_elsewhere():
-        activations = peak_activation_bytes(config, device=_device(config))
+        activations = peak_activation_bytes(config, device=device)
     facts: dict[str, Any] = {}
     for mode in modes():
         if mode == "none" and world_size > 1:
@@ -153,9 +157,17 @@ def _link(text: str) -> tuple[float, float]:
 
 
 def _device(config: RunConfig) -> Any:
-    """That of the run where it is here, else the CPU, whose activations are much the same."""
+    """That of the run where it is here, else the CPU, whose activations are much the same.
+
+    Raises:
+        ConfigError: there is no such device anywhere.
+    """
     import torch
 
+    try:
+        torch.device("cpu" if config.train.device == "auto" else config.train.device)
+    except RuntimeError as error:
+        raise ConfigError(f"train.device {config.train.device!r} is unknown: {str(error).splitlines()[0]}") from error
     wants_cuda = config.train.device == "auto" or config.train.device.startswith("cuda")
     return torch.device("cuda" if wants_cuda and torch.cuda.is_available() else "cpu")
 

@@ -111,6 +111,10 @@ def run_configuration(args: argparse.Namespace) -> RunConfig:
     """The configuration that the arguments mean."""
     settings = dict(args.settings)
     for flag, key in ((args.out, "train.out"), (args.init, "train.init")):
+        if flag is not None and settings.get(key, flag) != flag:
+            raise ConfigError(
+                f"--{key[6:]} is {flag!r} and --{key} is {settings[key]!r}, which mean the same; give one of them"
+            )
         if flag is not None:
             settings[key] = flag
     path = args.config

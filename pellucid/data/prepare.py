@@ -16,6 +16,7 @@ from pellucid.data.documents import Document, ReadLog
 from pellucid.data.encode import batches, encode_batches
 from pellucid.data.index import storage_error, write_index
 from pellucid.data.mixture import Used, mix
+from pellucid.data.readers import RECORD_SUFFIXES, kind_of
 from pellucid.data.shards import dtype_for
 from pellucid.data.sources import Files, Source, open_source, parse_size, takes_size
 from pellucid.data.splits import SplitWriter
@@ -32,6 +33,8 @@ SAMPLE_BYTES_A_TOKEN = 2_000
 more changes the merges little and takes long."""
 BYTES_A_WORKER = 4_000_000
 """Input below which another worker process is not worth its start."""
+WORKERS_A_CORE, MOST_WORKERS = 4, 64
+"""More processes than the larger of the two allows start for longer than they encode."""
 
 Progress: TypeAlias = Callable[[str, int, int | None, int], None]
 """Called often with what is being done, bytes done, bytes in total (None: unknown) and documents done."""
@@ -52,7 +55,7 @@ class PrepareOptions:
     text_key: str = "text"
     """Key of the text in JSONL and parquet; group of an HDF5 file."""
     workers: int | None = None
-    """Processes that encode; None: one a core, fewer for little input."""
+    """Processes that encode; None: one a core, fewer for little input. At most 4 a core, or 64."""
     val_fraction: float = 0.01
     """Share of the documents held out as split "val"."""
     weights: tuple[float, ...] | None = None
@@ -74,8 +77,16 @@ class PrepareOptions:
 
     def __post_init__(self) -> None:
         _require(bool(self.inputs), "give at least one INPUT")
+        _require(
+            self.vocab_size is None or self.vocab_size >= 1, f"--vocab-size must be at least 1, got {self.vocab_size}"
+        )
         _require(self.vocab_size is None or self.tokenizer is None, "--vocab-size and --tokenizer exclude each other")
         _require(self.workers is None or self.workers >= 1, f"--workers must be at least 1, got {self.workers}")
+        most = max(MOST_WORKERS, WORKERS_A_CORE * num_cores())
+        _require(
+            self.workers is None or self.workers <= most,
+            f"--workers is {self.workers}, for {num_cores()} cores; each is a process, give {most} at most",
+        )
         _require(0 <= self.val_fraction < 1, f"--val-fraction must be in [0, 1), got {self.val_fraction}")
         _require(self.shard_tokens >= 1, f"--shard-tokens must be at least 1, got {self.shard_tokens}")
         _require(self.seed >= 0, f"--seed must not be negative, got {self.seed}")
@@ -152,6 +163,7 @@ def prepare(options: PrepareOptions, progress: Progress | None = None) -> Summar
     opened = [
         open_source(text, text_key=options.text_key, seed=options.seed, size=options.size) for text in options.inputs
     ]
+    _refuse_unused_key(options, opened)
     loaded = _load_tokenizer(options.tokenizer) if options.tokenizer is not None else None
     log = ReadLog(skip=options.on_error == "skip")
     used: list[Used] = []
@@ -296,6 +308,15 @@ def save_tokenizer(tokenizer: "Tokenizer", folder: Path) -> str:
         raise storage_error(path, error) from error
 
 
+def _refuse_unused_key(options: PrepareOptions, sources: list[Source]) -> None:
+    files = [path for source in sources if isinstance(source, Files) for path in source.paths]
+    _require(
+        options.text_key == "text" or any(kind_of(path) in RECORD_SUFFIXES for path in files),
+        f"--text-key is {options.text_key!r}, and {', '.join(options.inputs)} has no file with keys "
+        f"({', '.join(RECORD_SUFFIXES)}); leave it out",
+    )
+
+
 # -- small decisions ----------------------------------------------------------------------------------------
 
 
@@ -303,8 +324,13 @@ def num_workers(options: PrepareOptions, total_bytes: int | None, *, bytes_a_wor
     """Processes that encode: as asked, else one a core, fewer for little input."""
     if options.workers is not None:
         return options.workers
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     return cores if total_bytes is None else max(1, min(cores, total_bytes // bytes_a_worker))
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def source_entry(entry: Used) -> dict[str, Any]:

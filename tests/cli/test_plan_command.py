@@ -100,7 +100,30 @@ def test_a_batch_that_does_not_divide_is_rounded_up_and_said(capsys):
     assert "train.global_batch 16 is not a multiple of train.micro_batch 2 x 3 ranks" in captured.err
     assert "planned with a global batch of 18" in captured.err
     assert json.loads(captured.out) == planned(capsys, *SMALL, "--world-size", "3", "--train.global_batch", "18")
-    assert "--world-size must be at least 1, got 0" in refused(capsys, *SMALL, "--world-size", "0")
+    assert "--world-size must be at least 1 and at most 1,000,000, got 0" in refused(
+        capsys, *SMALL, "--world-size", "0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--world-size", "1000000000000"], "--world-size must be at least 1 and at most 1,000,000, got 1000000000000"),
+        (["--parallel.mode", "nonsense"], "unknown mode 'nonsense'"),
+        (["--train.device", "quantum"], "train.device 'quantum' is unknown"),
+        (["--model.max_position_embeddings", "9" * 20], "model.max_position_embeddings must be at most 2,147,483,647"),
+        (
+            ["--model.max_position_embeddings", "2147483647", "--data.context", "2147483647"],
+            "one micro-batch of 2 x 2,147,483,647 tokens has tensors of more bytes than 64 bits count; lower train.micro_batch",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_name(capsys, words, message):
+    assert message in refused(capsys, *SMALL, "--world-size", "2", *words)
+
+
+def test_a_device_that_is_not_here_can_be_planned_for(capsys):
+    assert planned(capsys, *SMALL, "--world-size", "2", "--train.device", "cuda:3")["world_size"] == 2
 
 
 def test_a_link_that_is_none_is_refused(capsys):

@@ -80,6 +80,10 @@ def test_weights_and_sources(corpus: Path, tmp_path: Path, capsys: pytest.Captur
         (["texts", "--out", "data", "--weights", "1", "2"], r"--weights must have one number for each"),
         (["sample:pyton", "--out", "data"], r"did you mean sample:python\?"),
         (["texts", "--out", "data", "--tokenizer", "texts"], r"texts has no tokenizer\.json"),
+        (["texts", "--out", "data", "--workers", "100000"], r"--workers is 100000, for \d+ cores; .* \d+ at most"),
+        (["texts", "--out", "data", "--vocab-size", "0"], r"--vocab-size must be at least 1, got 0"),
+        (["texts", "--out", "data", "--text-key", "body"], r"--text-key is 'body', and texts has no file with keys"),
+        (["sample:stories", "--out", "data", "--text-key", "body"], r"--text-key is 'body'.*leave it out"),
     ],
 )
 def test_bad_usage_is_status_2_and_one_line(

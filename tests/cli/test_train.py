@@ -76,7 +76,17 @@ def test_the_same_command_with_resume_starts_and_goes_on_and_the_config_can_be_l
         (["--train.global_batch=5"], "train.global_batch 5 is not a multiple of train.micro_batch 4"),
         (["--parallel.mode=dpd"], "unknown mode 'dpd'"),
         (["--config_version.x=1"], "config_version"),
+        (["--parallel.nonsense=3"], "unknown key parallel.nonsense; known keys: mode, bucket_size_mb, "),
         (["--train.device=tpu0"], "device 'tpu0'"),
+        (["--train.out=elsewhere"], "--train.out is 'elsewhere', which mean the same; give one of them"),
+        (
+            ["--init=a", "--train.init=b"],
+            "--init is 'a' and --train.init is 'b', which mean the same; give one of them",
+        ),
+        (
+            ["--model.hidden_size=16777216", "--model.head_dim=8", "--model.intermediate_size=16777216"],
+            "the weights of this model alone need",
+        ),
     ],
 )
 def test_bad_settings_exit_with_2_and_say_the_way_out(arguments, capsys, extra, message):
@@ -145,6 +155,10 @@ def test_a_full_disk_while_saving_exits_with_1_names_the_file_and_keeps_the_last
     assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step_00000002"]
     assert fork(lambda: sys.exit(main([*arguments, "--resume"]))) == 0
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+
+
+def test_one_folder_under_both_names_is_one_folder(arguments, tmp_path):
+    assert main([*arguments, f"--train.out={tmp_path / 'run'}", "--dry-run"]) == 0
 
 
 def test_a_used_folder_is_refused_with_exit_2(arguments, capsys):
