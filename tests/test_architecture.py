@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "inference": BASE | {"kernels", "model"},
     "text": BASE | {"tokenizer", "model", "checkpoint", "inference"},
     "text_constraints": BASE | {"tokenizer", "inference"},
-    "evaluate": BASE | {"tokenizer", "model", "optim", "parallel", "data", "checkpoint", "inference"},
+    "evaluate": BASE | {"tokenizer", "model", "optim", "parallel", "data", "checkpoint", "inference", "text"},
     "train": BASE | {"tokenizer", "model", "optim", "parallel", "data", "checkpoint"},
     "report": BASE,
     "conformance": {"errors"},

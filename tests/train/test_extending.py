@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import fork, run_ranks, tiny_config, whole_weights, windows
+from support import TINY, fork, run_ranks, tiny_config, whole_weights, windows
 
+from pellucid.checkpoint.model_folder import save_model
 from pellucid.cli import main
+from pellucid.config import ModelConfig
 from pellucid.errors import ConfigError
 from pellucid.model import Transformer
 from pellucid.registry import load_plugins, lookup
+from pellucid.tokenizer import train_bpe
 from pellucid.train import Trainer
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs/guides/extending.md"
@@ -117,13 +120,30 @@ def test_a_source_of_one_s_own_is_prepared(modules):
     child(use)
 
 
-def test_a_reward_and_a_task_are_found_by_name(modules):
+def test_a_reward_is_found_by_name(modules):
     def use():
-        load_plugins(("my_reward", "my_task"))
+        load_plugins(("my_reward",))
         short = lookup("reward", "short").target
         assert [short("", "x" * n, {"limit": 3}) for n in (2, 3, 4)] == [1.0, 1.0, 0.0]
-        assert lookup("task", "capitals").target()[0]["answer"] == " Paris"
         with pytest.raises(ConfigError, match="unknown reward 'shrot'; did you mean short"):
             lookup("reward", "shrot")
 
     child(use)
+
+
+def test_a_task_of_one_s_own_is_scored(modules, capfd):
+    tokenizer = train_bpe(["The capital of France is Paris and that of Peru is Lima"] * 3, 280)
+    model = Transformer(ModelConfig(**(TINY | {"vocab_size": tokenizer.vocab_size, "max_position_embeddings": 64})))
+    save_model(modules / "model", model, tokenizer)
+
+    def use():
+        sys.path.insert(0, str(modules))
+        assert main(["eval", "model", "--tasks", "capitals", "capitals,size=2", "--plugins", "my_task", "--json"]) == 0
+        assert main(["eval", "model", "--tasks", "capitols", "--plugins", "my_task"]) == 2
+
+    child(use)
+    out, err = capfd.readouterr()
+    tasks = json.loads(out)["tasks"]
+    assert {name: score["n"] for name, score in tasks.items()} == {"capitals": 3, "capitals,size=2": 2}
+    assert all(list(score) == ["acc", "acc_norm", "n"] for score in tasks.values())
+    assert "no task of that name; did you mean capitals" in err
