@@ -25,6 +25,7 @@ from pellucid.checkpoint.huggingface_keys import (
 from pellucid.checkpoint.huggingface_rope import read_rope, write_rope
 from pellucid.config import ModelConfig, build
 from pellucid.errors import ConfigError
+from pellucid.model_config import MAX_LAYERS
 from pellucid.registry import nearest
 
 ENCODERS = ("pellucid_encoder", "bert")
@@ -153,8 +154,10 @@ def _read_foreign(table: dict[str, Any]) -> ModelConfig:
     _refuse_unknown(kind, table)
     if missing := [name for name in SHAPE if table.get(name) is None]:
         raise ConfigError(f"config.json lacks {', '.join(missing)}")
-    if not isinstance(table["num_hidden_layers"], int):
-        raise ConfigError(f"config.json: num_hidden_layers must be a whole number, got {table['num_hidden_layers']!r}")
+    if not isinstance(layers := table["num_hidden_layers"], int) or layers > MAX_LAYERS:
+        raise ConfigError(
+            f"config.json: num_hidden_layers must be a whole number up to {MAX_LAYERS:,}, got {brief(layers)}"
+        )
     values = {name: table[name] for name in SHAPE}
     values |= {name: table.get(name, default) for name, default in FIELDS[kind].items()}
     for name in ("num_key_value_heads", "head_dim"):

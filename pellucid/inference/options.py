@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 
 import torch
 
@@ -12,14 +13,33 @@ from pellucid.model import Transformer
 
 logger = logging.getLogger("pellucid")
 
+BOOKS = 64
+"""Bytes of the books that are kept of a block, about."""
+
 
 def num_blocks(model: Transformer, kv_gb: float, page_size: int, dtype: torch.dtype) -> int:
-    """Blocks of so many tokens in the budget; `ConfigError` where there is no room for one."""
+    """Blocks of so many tokens in the budget; `ConfigError` where there is no room for one, or the machine has less memory."""
     block = page_size * bytes_per_token(model.kv_specs(), dtype)
     blocks = int(kv_gb * 1e9) // block if 0 < kv_gb < math.inf else 0
     if blocks < 1:
         raise ConfigError(f"kv_gb {kv_gb} has no room for a block of {page_size} tokens ({block:,} bytes); raise it")
+    memory = _memory(model.model.embed_tokens.weight.device)
+    if memory is not None and blocks * (block + BOOKS) > memory:
+        raise ConfigError(
+            f"a cache of {kv_gb:,.1f} GB for keys and values was asked for, and the machine has {memory / 1e9:,.1f} GB; lower "
+            "kv_gb, or where the model's window makes it so large, max_position_embeddings in its config.json"
+        )
     return blocks
+
+
+def _memory(device: torch.device) -> int | None:
+    """Bytes that a device has; None where nobody knows."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
 
 
 def check_options(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pellucid.errors import ConfigError
 from pellucid.model.attention import Attend
 from pellucid.model.encoder import BothSides, EmbedConfig, TextEncoder
+from pellucid.model_config import MAX_LAYERS
 from pellucid.registry import nearest
 
 
@@ -65,6 +66,8 @@ class BertConfig:
         for name in (*sizes, "max_position_embeddings", "type_vocab_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_hidden_layers > MAX_LAYERS:
+            raise ConfigError(f"num_hidden_layers must be at most {MAX_LAYERS:,}, got {self.num_hidden_layers}")
         if self.hidden_size % self.num_attention_heads:
             raise ConfigError(
                 f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}"

@@ -248,6 +248,7 @@ def qwen3(**changes: Any) -> dict[str, Any]:
         (llama(hidden_size=None), "lacks hidden_size"),
         (llama(hidden_size="48"), "hidden_size must be a whole number"),
         (llama(num_hidden_layers="2"), "num_hidden_layers must be a whole number"),
+        (llama(num_hidden_layers=10**9), "num_hidden_layers must be a whole number up to 10,000, got 1000000000"),
         (llama(num_key_value_heads=3), "num_attention_heads 4 is not divisible by"),
         (llama(num_key_value_heads=0), "num_key_value_heads is 0; give at least 1, or leave it out"),
         (llama(head_dim=0), "head_dim is 0; give at least 1, or leave it out"),

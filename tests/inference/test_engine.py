@@ -323,6 +323,10 @@ def test_a_bad_prompt_among_others_lets_none_run(model):
         ({"page_size": 0}, "page_size must be at least 1, got 0"),
         ({"kv_gb": 1e-9}, "kv_gb 1e-09 has no room"),
         ({"kv_gb": float("inf")}, "kv_gb inf"),
+        (
+            {"kv_gb": 1e12},
+            r"a cache of 1,000,000,000,000\.0 GB .* was asked for, and the machine has [\d,.]+ GB; lower kv_gb",
+        ),
         ({"max_running": 0}, "max_running"),
         ({"preempt": "drop"}, "preempt must be"),
         ({"speculate": -1}, "speculate"),

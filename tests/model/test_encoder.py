@@ -247,6 +247,7 @@ def test_configs_that_cannot_work_are_refused_by_name() -> None:
         "vocab_size is 0": lambda: make("own", vocab_size=0),
         "hidden_act 'geluu' is unknown; did you mean gelu": lambda: make("bert", hidden_act="geluu"),
         "hidden_size 24 is not divisible by num_attention_heads 5": lambda: make("bert", num_attention_heads=5),
+        "num_hidden_layers must be at most 10,000": lambda: make("bert", num_hidden_layers=10**9),
         "type_vocab_size must be at least 1": lambda: make("bert", type_vocab_size=0),
         "layer_norm_eps must be positive": lambda: make("bert", layer_norm_eps=0.0),
         "hidden_dropout_prob must be in": lambda: make("bert", hidden_dropout_prob=1.0),
