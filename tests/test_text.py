@@ -1,10 +1,13 @@
 """Text in, text out, on top of ids-only generation."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from pellucid.checkpoint.model_folder import export_model, load_model, save_model
 from pellucid.config import ModelConfig
 from pellucid.errors import CheckpointError, PellucidError, RequestError
 from pellucid.inference import SamplingParams, generate
@@ -60,6 +63,39 @@ def test_streamed_pieces_make_up_the_text(tokenizer: Tokenizer) -> None:
 def test_the_tokenizer_says_where_an_answer_ends(tokenizer: Tokenizer) -> None:
     assert with_stop_ids(PARAMS, tokenizer).stop_ids == tokenizer.stop_ids == (0, 2)
     assert with_stop_ids(SamplingParams(stop_ids=(9,)), tokenizer).stop_ids == (9,)
+
+
+def edited(folder: Path, name: str, eos: Any) -> Path:
+    """The folder, with another ``eos_token_id`` in one of its files."""
+    table = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(table | {"eos_token_id": eos}))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_the_ends_that_a_model_folder_names_end_an_answer(tokenizer: Tokenizer, tmp_path: Path, name: str) -> None:
+    model = make_model(tokenizer)
+    ids = generate(model, [encode_prompt(tokenizer, "tea")], with_stop_ids(PARAMS, tokenizer))[0].ids
+    end = next(id_ for id_ in ids[3:] if ids.index(id_) >= 3)
+    save_model(tmp_path / "model", model, tokenizer)
+    assert load_model(tmp_path / "model").tokenizer.stop_ids == (0, 2)  # type: ignore[union-attr]
+    edited(tmp_path / "model", name, [0, end])
+    export_model(tmp_path / "model", tmp_path / "again")
+    edited(tmp_path / "model", name, end)
+    for folder in (tmp_path / "model", tmp_path / "again"):
+        _, theirs, _ = load_model(folder)
+        assert theirs is not None and theirs.stop_ids == (0, 2, end)
+        assert generate_text(model, theirs, "tea", PARAMS) == [decode(tokenizer, ids[: ids.index(end) + 1])]
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("bad", [-1, 10**6, "</s>", True, [0, 1.5]])
+def test_an_end_that_is_no_id_is_refused(tokenizer: Tokenizer, tmp_path: Path, name: str, bad: Any) -> None:
+    save_model(tmp_path, make_model(tokenizer), tokenizer)
+    edited(tmp_path, name, bad)
+    with pytest.raises(CheckpointError) as error:
+        load_model(tmp_path)
+    assert f"/{name}: eos_token_id is {bad!r}, and " in str(error.value) and "is none of the" in str(error.value)
 
 
 def test_ids_of_padding_rows_have_no_text(tokenizer: Tokenizer) -> None:

@@ -26,7 +26,9 @@ from pellucid.checkpoint.adapter import (
 from pellucid.checkpoint.files import Shapes
 from pellucid.checkpoint.huggingface import from_hf_config, to_hf_config
 from pellucid.checkpoint.huggingface_family import check_layout
+from pellucid.checkpoint.huggingface_keys import brief
 from pellucid.checkpoint.reshard import SavedFiles
+from pellucid.checkpoint.sentence import read_table
 from pellucid.checkpoint.store import MANIFEST, WEIGHTS, newest_complete, verify
 from pellucid.errors import CheckpointError, ConfigError
 from pellucid.model import Transformer
@@ -39,7 +41,12 @@ from pellucid.parallel.world import resolve_device
 from pellucid.tokenizer import Tokenizer
 from pellucid.version import __version__
 
-SHARD_INDEX = "model.safetensors.index.json"
+SHARD_INDEX, GENERATION = "model.safetensors.index.json", "generation_config.json"
+MODEL_FILES = (
+    "config.json", "generation_config.json", "README.md", "tokenizer.json", "tokenizer_config.json", WEIGHTS, SHARD_INDEX,
+    "model-*-of-*.safetensors", "modules.json", "sentence_bert_config.json", "1_Pooling", "2_Normalize",
+)  # fmt: skip
+"""What a folder may hold that a new model replaces; encoders have the last four."""
 CONVERTED = 2**18
 """Elements that are converted at a time."""
 
@@ -134,7 +141,7 @@ def load_model(
         model.to(wanted)
         for parameter in model.parameters():  # what is left of the file's mapping would hold all of it
             parameter.data = parameter.data.clone()
-    tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
+    tokenizer = _read_tokenizer(folder, config)
     return Loaded(model.to(target).eval(), tokenizer, config)
 
 
@@ -170,8 +177,7 @@ def write_model(
         contents: every other file, by name.
     """
     final = Path(path)
-    if final.exists() and not (final.is_dir() and ((final / "config.json").is_file() or not any(final.iterdir()))):
-        raise ConfigError(f"{final} exists and is no model folder; give another path or remove it")
+    files.refuse_foreign(final, MODEL_FILES, "model folder")
     files.write_folder(final, contents, WEIGHTS, shapes, weights)
 
 
@@ -209,7 +215,7 @@ def open_model(source: str | Path) -> SavedModel:
     bare = weight_shapes(Transformer(config, device="meta"))
     check_weights(saved, {name: shape for name, (shape, _) in bare.items()}, ignore=_tied_copy(saved, bare, home))
     shapes = {name: (shape, saved.dtype(name)) for name, (shape, _) in bare.items()}
-    tokenizer = Tokenizer.load(home) if (home / "tokenizer.json").is_file() else None
+    tokenizer = _read_tokenizer(home, config)
     return SavedModel(folder, config, saved, shapes, tokenizer, facts)
 
 
@@ -291,8 +297,8 @@ def model_files(
     if tokenizer is not None:
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
         stop = list(tokenizer.stop_ids)
-        generation = ids | {"eos_token_id": stop if len(stop) > 1 else tokenizer.eos_id}
-        contents["generation_config.json"] = _json(generation)
+        generation = ids | {"eos_token_id": stop if len(stop) > 1 else next(iter(stop), None)}
+        contents[GENERATION] = _json(generation)
         contents |= tokenizer.files(model_max_length=config.max_position_embeddings)
     contents["config.json"] = _json(to_hf_config(config, dtype=str(dtype).removeprefix("torch."), **ids))
     contents["README.md"] = _card(config, shapes, facts or {}).encode()
@@ -316,6 +322,24 @@ def read_config(folder: Path) -> ModelConfig:
     if not isinstance(table, dict):
         raise CheckpointError(f"{path} must hold a JSON object")
     return from_hf_config(table)
+
+
+def _read_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
+    """The tokenizer of a model folder, with the ends that the model's own files name; None where it has none."""
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    end_ids: list[int] = []
+    for path in (folder / "config.json", folder / GENERATION):
+        value = read_table(path).get("eos_token_id") if path.is_file() else None
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        for id_ in ids:
+            if not isinstance(id_, int) or isinstance(id_, bool) or not 0 <= id_ < config.vocab_size:
+                raise CheckpointError(
+                    f"{path}: eos_token_id is {brief(value)}, and {brief(id_)} is none of the {config.vocab_size:,} ids of the "
+                    "vocabulary; correct or remove it"
+                )
+        end_ids += ids
+    return Tokenizer.load(folder, end_ids=end_ids)
 
 
 def _forget(weight: Tensor) -> None:

@@ -31,19 +31,22 @@ class Tokenizer:
 
     Control tokens are those that tokenizer.json marks special and those that tokenizer_config.json names. Text never
     becomes one, however it is spelt: only `encode_document`, the chat template's own words and its `bos_token` do.
-    Immutable, safe to share between threads, and pickled as its two files.
+    Immutable, safe to share between threads, and pickled as its two files and ``end_ids``.
 
     Args:
         text: a tokenizer.json, word for word.
         config: a parsed tokenizer_config.json.
         origin: where they came from, for messages.
+        end_ids: further ids that end a generation, as a model's own files name them.
 
     Raises:
         DataError: ``text`` is no tokenizer, or ``config`` names tokens that it lacks.
     """
 
-    def __init__(self, text: str, config: dict[str, Any], *, origin: str = "tokenizer.json") -> None:
-        self._text, self._config, self._origin = text, config, origin
+    def __init__(
+        self, text: str, config: dict[str, Any], *, origin: str = "tokenizer.json", end_ids: Iterable[int] = ()
+    ) -> None:
+        self._text, self._config, self._origin, self._end_ids = text, config, origin, tuple(end_ids)
         self._description: dict[str, Any] = json.loads(text)
         self._tokenizer = _build(text, origin)
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -69,12 +72,12 @@ class Tokenizer:
         self._control_ids = frozenset(self._controls.values())
 
     def __reduce__(self) -> Any:
-        return _rebuild, (self._text, self._config, self._origin)
+        return _rebuild, (self._text, self._config, self._origin, self._end_ids)
 
     @classmethod
-    def load(cls, folder: str | Path) -> "Tokenizer":
+    def load(cls, folder: str | Path, *, end_ids: Iterable[int] = ()) -> "Tokenizer":
         """From a folder (or a tokenizer.json in one); DataError names what is missing or broken."""
-        return cls(**read_files(Path(folder))._asdict())
+        return cls(**read_files(Path(folder))._asdict(), end_ids=end_ids)
 
     def save(self, folder: str | Path, *, model_max_length: int | None = None) -> None:
         """Writes tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer opens alike.
@@ -166,11 +169,11 @@ class Tokenizer:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """The ids that end a generation: the end token and the one that follows an assistant's words in the template."""
+        """The ids that end a generation: the end token, the one that follows an assistant's words in the template, ``end_ids``."""
         ids = [] if self.eos_id is None else [self.eos_id]
         if self.chat_template is not None and (token := self._template.end_of_turn()) is not None:
             ids.append(self._controls[token])
-        return tuple(dict.fromkeys(ids))
+        return tuple(dict.fromkeys([*ids, *self._end_ids]))
 
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """What the template makes of a conversation, to look at; ids come from `encode_chat`."""
@@ -317,8 +320,8 @@ def _build(text: str, origin: str) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _rebuild(text: str, config: dict[str, Any], origin: str) -> Tokenizer:
-    return Tokenizer(text, config, origin=origin)
+def _rebuild(text: str, config: dict[str, Any], origin: str, end_ids: tuple[int, ...]) -> Tokenizer:
+    return Tokenizer(text, config, origin=origin, end_ids=end_ids)
 
 
 def _checked(texts: Iterable[str]) -> Iterator[str]:

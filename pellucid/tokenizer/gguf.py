@@ -20,6 +20,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 """Our names of special tokens -> the middle of ``tokenizer.ggml.*_token_id``."""
+ENDS = ("eot", "eom")
+"""Of ids that end a generation besides: of an assistant's turn, and of a message that others follow."""
 _SENTENCEPIECE_IDS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}
 """What "llama" takes where the file names none."""
 _NO_TOKENIZER = (None, "none", "no_vocab")
@@ -140,7 +142,8 @@ def from_gguf(metadata: Mapping[str, Any], *, origin: str) -> Tokenizer | None:
     if template is not None:
         config["chat_template"] = template
     text = json.dumps(description, ensure_ascii=False, separators=(",", ":"))
-    return Tokenizer(text, config, origin=origin)
+    ends = [_id(metadata, middle, tokens, origin) for middle in ENDS]
+    return Tokenizer(text, config, origin=origin, end_ids=[id_ for id_ in ends if id_ is not None])
 
 
 def _byte_level_bpe(
@@ -234,16 +237,18 @@ def _types(metadata: Mapping[str, Any], tokens: list[str], origin: str) -> list[
 def _named_tokens(
     metadata: Mapping[str, Any], tokens: list[str], default: dict[str, int], origin: str
 ) -> dict[str, str]:
-    named: dict[str, str] = {}
-    for name, middle in NAMED.items():
-        key = f"tokenizer.ggml.{middle}_token_id"
-        id_ = metadata.get(key, default.get(name))
-        if id_ is None:
-            continue
-        if not isinstance(id_, int) or not 0 <= id_ < len(tokens):
-            raise DataError(f"{origin}: {key} is {id_!r}, and there are {len(tokens):,} tokens")
-        named[name] = tokens[id_]
-    return named
+    ids = {name: _id(metadata, middle, tokens, origin, default.get(name)) for name, middle in NAMED.items()}
+    return {name: tokens[id_] for name, id_ in ids.items() if id_ is not None}
+
+
+def _id(
+    metadata: Mapping[str, Any], middle: str, tokens: list[str], origin: str, default: int | None = None
+) -> int | None:
+    key = f"tokenizer.ggml.{middle}_token_id"
+    id_: int | None = metadata.get(key, default)
+    if id_ is not None and (not isinstance(id_, int) or not 0 <= id_ < len(tokens)):
+        raise DataError(f"{origin}: {key} is {id_!r}, and there are {len(tokens):,} tokens")
+    return id_
 
 
 def _bpe(tokens: list[str], merges: list[tuple[str, str]]) -> Description:

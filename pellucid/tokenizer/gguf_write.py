@@ -10,6 +10,7 @@ from pellucid.tokenizer.bpe import Tokenizer
 from pellucid.tokenizer.gguf import (
     BYTE,
     CONTROL,
+    ENDS,
     NAMED,
     NORMAL,
     PRE_TYPES,
@@ -52,8 +53,9 @@ def to_gguf(tokenizer: Tokenizer, *, rows: int) -> dict[str, Any]:
     keys["add_bos_token"] = tokenizer.prefix_id is not None
     keys["add_eos_token"] = bool(config.get("add_eos_token", False))
     others = [id_ for id_ in tokenizer.stop_ids if id_ != tokenizer.eos_id]
-    if others:
-        keys["eot_token_id"] = others[0]
+    keys |= {
+        f"{middle}_token_id": id_ for middle, id_ in zip(ENDS, others, strict=False)
+    }  # a file has no place for more
     template = {} if tokenizer.chat_template is None else {"tokenizer.chat_template": tokenizer.chat_template}
     return {f"tokenizer.ggml.{name}": value for name, value in keys.items()} | template
 

@@ -3,12 +3,14 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from answers import own, put_together, with_markers
 
+from pellucid.checkpoint.model_folder import load_model, save_model
 from pellucid.config import ModelConfig
 from pellucid.errors import CheckpointError, ConfigError, RequestError
 from pellucid.inference import Engine, SamplingParams
@@ -237,6 +239,17 @@ def test_end_tokens_stop_an_answer_unless_they_are_to_be_ignored(plain: Served) 
     assert (choice.content, choice.ending.reason, choice.ending.num_tokens) == ("", "stop", 1)
     [choice] = answers(plain, asked(params={"logit_bias": {7: 100.0}, "stop_ids": (7,)}))
     assert (choice.content, choice.ending.reason, choice.ending.stop) == ("", "stop_string", 7)
+
+
+def test_the_ends_that_a_model_folder_names_end_an_answer(tmp_path: Path) -> None:
+    save_model(tmp_path, model_of(own()), own())
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": [0, 7]}))
+    loaded = load_model(tmp_path)
+    one = Served.of("tiny", loaded, Engine(loaded.model, kv_gb=0.01, page_size=8, exact=False))
+    assert one.end_ids == (*own().stop_ids, 7)
+    [choice] = answers(one, asked(params={"logit_bias": {7: 100.0}}))
+    assert (choice.content, choice.ending.reason, choice.ending.num_tokens) == ("", "stop", 1)
 
 
 def test_a_model_that_ends_calls_with_a_token_of_its_own_stops_there() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -330,6 +331,16 @@ def test_rows_without_a_token_are_unused_ones(own: Tokenizer) -> None:
 def test_the_token_that_ends_an_answer_is_named(own: Tokenizer) -> None:
     keys = to_gguf(own, rows=own.vocab_size)
     assert [keys[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot")] == list(own.stop_ids)
+    assert "tokenizer.ggml.eom_token_id" not in keys
+
+
+def test_further_ends_go_along(own: Tokenizer) -> None:
+    more = Tokenizer(own._text, own._config, end_ids=[9])
+    again = made(to_gguf(more, rows=own.vocab_size))
+    assert again.stop_ids == more.stop_ids == (*own.stop_ids, 9)
+    assert pickle.loads(pickle.dumps(more)).stop_ids == more.stop_ids
+    with pytest.raises(DataError, match=r"tokenizer\.ggml\.eot_token_id is 10000000, and there are"):
+        made(to_gguf(own, rows=own.vocab_size) | {"tokenizer.ggml.eot_token_id": 10**7})
 
 
 def test_the_usual_spellings_of_a_pre_type_are_known(tmp_path: Path) -> None:
