@@ -1,36 +1,42 @@
 """Jinja for templates from anywhere: sandboxed, immutable, bounded in output, loops and time."""
 
+import functools
 import json
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
+from jinja2.nodes import EvalContext
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+from markupsafe import Markup
 
 from pellucid.errors import DataError, RequestError
-
-MAX_SECONDS = 10.0
-MAX_LOOPS = 1_000_000
-MAX_REPEAT = 1_000_000
-"""Longest text or list that ``*`` may make, and largest power."""
+from pellucid.tokenizer.bounds import (
+    EscapeFormatter,
+    Exceeded,
+    Formatter,
+    bounded,
+    current,
+    growth,
+    power,
+    printf,
+    product,
+)
 
 
 class Refused(Exception):
     """The template called ``raise_exception``."""
 
 
-class _Exceeded(Exception):
-    """The template went over one of the bounds."""
-
-
 def compile_template(source: str, origin: str) -> Template:
     """The template as transformers would compile it; DataError names the line where it is no valid Jinja."""
     try:
-        return _Environment().from_string(source)
+        with bounded():  # constants are computed at once
+            return _Environment().from_string(source)
     except TemplateSyntaxError as error:
         raise DataError(f"{origin}: the chat template is broken in line {error.lineno}: {error.message}") from None
     except RecursionError:
@@ -41,41 +47,28 @@ def render(template: Template, variables: Mapping[str, Any], *, input_size: int,
     """What the template makes of ``variables``.
 
     Args:
-        input_size: characters in the messages; output may be 16 times as long plus a million.
+        input_size: characters in the messages; output, and each value on the way, may be 16 times as long plus a million.
 
     Raises:
         RequestError: the template refuses the messages, fails on them, or goes over a bound.
     """
-    bounds = _Bounds()
-    limit, size, parts = 1_000_000 + 16 * input_size, 0, []
+    parts: list[str] = []
     try:
-        for part in template.generate({**variables, "pellucid_tick": bounds.tick}):
-            bounds.tick()
-            size += len(part)
-            if size > limit:
-                raise _Exceeded(f"more than {limit:,} characters")
-            parts.append(part)
+        with bounded(input_size) as bounds:
+            size = 0
+            for part in template.generate(variables):
+                bounds.tick()
+                size += len(part)
+                bounds.expect(size)
+                parts.append(part)
     except Refused as error:
         raise RequestError(f"the chat template refuses these messages: {error}") from None
-    except _Exceeded as error:
+    except Exceeded as error:
         raise RequestError(f"{origin}: the chat template was stopped at {error}") from None
     except Exception as error:  # whatever a foreign template does to messages that it was not written for
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         raise RequestError(f"{origin}: the chat template fails on these messages: {kind}{error}") from None
     return "".join(parts)
-
-
-class _Bounds:
-    def __init__(self) -> None:
-        self._loops = 0
-        self._deadline = time.monotonic() + MAX_SECONDS
-
-    def tick(self) -> None:
-        self._loops += 1
-        if self._loops > MAX_LOOPS:
-            raise _Exceeded(f"{MAX_LOOPS:,} loops")
-        if time.monotonic() > self._deadline:
-            raise _Exceeded(f"{MAX_SECONDS:.0f} seconds")
 
 
 class _Generation(Extension):
@@ -93,44 +86,123 @@ class _Generation(Extension):
         return f"{opening}{caller()}{closing}"
 
 
+class _Weighed(NodeTransformer):
+    """Has a template say what it makes where Jinja would not: in loops, by ``~``, and in lists of what is no constant."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("pellucid_concat", node.nodes)
+
+    def visit_List(self, node: nodes.List | nodes.Tuple | nodes.Dict) -> nodes.Node:
+        self.generic_visit(node)
+        weighed = getattr(node, "ctx", "load") == "load" and node.find(nodes.Name) is not None
+        return _call("pellucid_made", [node]) if weighed else node
+
+    visit_Tuple = visit_Dict = visit_List
+
+    def visit_For(self, node: nodes.For | nodes.Macro) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(_call("pellucid_tick", [])).set_lineno(node.lineno))
+        return node
+
+    visit_Macro = visit_For
+
+
+def _call(name: str, args: list[nodes.Expr]) -> nodes.Call:
+    """Of the environment's own, which no variable of a template can stand before."""
+    return nodes.Call(nodes.EnvironmentAttribute(name), args, [], None, None)
+
+
 class _Environment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"],
+            finalize=self.pellucid_made,
+        )  # fmt: skip
         self.filters["tojson"] = _to_json
+        self.filters = {name: _bounded_filter(name, filter_) for name, filter_ in self.filters.items()}
         self.globals["raise_exception"] = _raise
+        del self.globals["lipsum"]
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        template = super()._parse(source, name, filename)
-        loops: list[nodes.For | nodes.Macro] = [*template.find_all(nodes.For), *template.find_all(nodes.Macro)]
-        for loop in loops:
-            call = nodes.Call(nodes.Name("pellucid_tick", "load"), [], [], None, None)
-            loop.body.insert(0, nodes.ExprStmt(call).set_lineno(loop.lineno))
+        template: nodes.Template = _Weighed().visit(super()._parse(source, name, filename))
+        template.set_environment(self)
         return template
 
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """A call of anything, by a template."""
+        bounds, method = current(), getattr(obj, "__wrapped__", obj)
+        name, owner = getattr(method, "__name__", ""), getattr(method, "__self__", None)
+        if isinstance(owner, str) and name in ("format", "format_map"):
+            formatter = EscapeFormatter(self, escape=owner.escape) if isinstance(owner, Markup) else Formatter(self)
+            given = (args, kwargs) if name == "format" else ((), *args)
+            return bounds.made(type(owner)(formatter.vformat(owner, *given)))
+        if isinstance(owner, str | bytes | int):
+            args = tuple(list(arg) if isinstance(arg, Iterator) else arg for arg in args)
+            bounds.expect(growth(name, owner, args, kwargs))
+        return bounds.made(super().call(context, obj, *args, **kwargs))
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        sizes = [len(side) if hasattr(side, "__len__") else side for side in (left, right)]
-        if (
-            operator == "*"
-            and any(hasattr(side, "__len__") for side in (left, right))
-            and sizes[0] * sizes[1] > MAX_REPEAT
-        ):
-            raise _Exceeded(f"a repetition longer than {MAX_REPEAT:,}")
-        if operator == "**" and max(abs(left), abs(right)) > 1000:
-            raise _Exceeded("a power of a number above 1,000")
-        return super().call_binop(context, operator, left, right)
+        """A binary operation of `intercepted_binops`."""
+        if operator == "*":
+            product(left, right)
+        elif operator == "**":
+            power(left, right)
+        elif operator == "%" and isinstance(left, str | bytes):
+            current().expect(printf(left, right))
+        return current().made(super().call_binop(context, operator, left, right))
+
+    def pellucid_tick(self) -> None:
+        current().tick()
+
+    def pellucid_made(self, value: Any) -> Any:
+        return current().made(value)
+
+    def pellucid_concat(self, *values: Any) -> str:
+        return "".join(map(str, map(current().made, values)))
+
+
+_ONE_BY_ONE = frozenset({"map", "reject", "rejectattr", "select", "selectattr", "unique"})
+
+
+def _bounded_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter whose result is asked for and weighed."""
+
+    @functools.wraps(filter_)  # what it is to be given beside the value, too
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        bounds, start = current(), int(isinstance(args[0], Environment | EvalContext | Context))
+        value, given = args[start], args[start + 1 :]
+        if name in _ONE_BY_ONE and isinstance(value, list | tuple | range):
+            value = bounds.each(value)
+        elif name in ("join", "sum") and isinstance(value, Iterator):
+            value = list(value)
+        bounds.expect(growth(name, value, given, kwargs))
+        return bounds.made(filter_(*args[:start], value, *given, **kwargs))
+
+    return asked
 
 
 def _to_json(
     value: Any,
     ensure_ascii: bool = False,
-    indent: int | None = None,
+    indent: int | str | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes for HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    options = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators, "sort_keys": sort_keys}
+    if indent is None and separators is None:
+        return json.dumps(value, **options)  # type: ignore[arg-type]
+    if isinstance(indent, int):
+        current().expect(indent)
+    parts, size = [], 0
+    for part in json.JSONEncoder(**options).iterencode(value):  # type: ignore[arg-type]
+        size += len(part)
+        current().expect(size)
+        parts.append(part)
+    return "".join(parts)
 
 
 def _raise(message: str) -> None:

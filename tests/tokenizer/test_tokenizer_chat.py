@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from pellucid.errors import DataError, RequestError
-from pellucid.tokenizer import Tokenizer, sandbox
+from pellucid.tokenizer import Tokenizer, bounds
 
 CHATML_PLAIN = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
@@ -466,12 +466,52 @@ def test_a_tokenizer_without_a_template_says_so(foreign: dict[str, Path]) -> Non
         "{{ 9 ** 99999999 }}",
         "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",
         "{{ 1 / 0 }}",
+        "{{ 'x'|center(4000000000)|length }}",
+        "{{ 'x'.center(4000000000)|length }}{{ messages }}",
+        "{% filter center(4000000000) %}x{% endfilter %}",
+        "{{ 'x'.ljust(4000000000) }}{{ 'x'.rjust(4000000000) }}{{ 'x'.encode().zfill(4000000000) }}",
+        "{{ (1).to_bytes(4000000000, 'big') }}",
+        "{{ '%4000000000d' % 1 }}",
+        "{{ '%.*f' % (4000000000, 1) }}",
+        "{{ '%((a))4000000000d' % {'(a)': 1} }}",
+        "{{ '%.4000000000f'|format(1) }}",
+        "{{ '{:4000000000}'.format(1) }}",
+        "{{ '{:{}{}}'.format(1, 4000000, '000') }}",
+        "{{ ('{0}' * 99999).format('x' * 99999) }}",
+        "{{ '{x:4000000000}'.format_map({'x': 1}) }}",
+        "{{ '\n'|indent(4000000000) }}",
+        "{{ ('\n' * 99999)|indent('x' * 99999) }}",
+        "{{ ('x' * 99999).replace('x', 'y' * 99999) }}",
+        "{{ ('x' * 99999)|replace(new='y' * 99999, old='') }}",
+        "{{ ('y' * 99999).join('x' * 99999) }}",
+        "{{ range(99999)|join('y' * 99999) }}",
+        "{{ range(99999)|map('string')|join(d='y' * 99999) }}",
+        "{{ ('\t' * 99999).expandtabs(99999) }}",
+        "{{ ('x' * 99999).translate({120: 'y' * 99999}) }}",
+        "{{ ('a ' * 99999)|wordwrap(1, wrapstring='y' * 99999) }}",
+        "{{ [1]|batch(4000000000, 0)|list }}{{ [1]|slice(4000000000)|list }}",
+        "{{ [[0] * 999] * 999 * 99 }}",
+        "{{ ([[0] * 99999] * 9)|sum(start=[]) }}",
+        "{{ [1]|tojson(indent=4000000000) }}",
+        "{{ 5|round(-4000000000) }}",
+        "{{ lipsum(4000000000) }}",
+        "{{ range(99999)|select('in', range(99999)|list)|list }}",
+        "{{ range(99999)|map('center', 99999)|list }}",
+        "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}",
+        "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = {'a': ns.x, 'b': ns} %}{% endfor %}{{ ns }}",
+        "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}{% endfor %}",
+        "{% set ns = namespace(x=9) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+        "{% set ns = namespace(x=[]) %}{% for i in range(9999) %}{% set ns.x = [ns.x, 'x'|center(99999)] %}{% endfor %}",
+        "{% set pellucid_tick = dict %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     ],
 )
 def test_a_template_that_would_escape_or_never_end_is_stopped(
     own: Tokenizer, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox, "MAX_LOOPS", 20_000)
+    monkeypatch.setattr(bounds, "MAX_LOOPS", 20_000)
+    monkeypatch.setattr(bounds, "MAX_SIZE", 100_000)
     with pytest.raises(RequestError, match=r"here/tokenizer.json: the chat template"):
         with_template(own, template).encode_chat(TALK)
 
