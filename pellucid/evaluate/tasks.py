@@ -38,8 +38,8 @@ def evaluate_task(
 ) -> dict[str, float]:
     """``acc`` and ``acc_norm`` of multiple choice, ``exact_match`` of generation, and ``n``, the examples.
 
-    ``acc``: the right choice has the greatest summed log-probability. ``acc_norm``: the greatest for each byte (UTF-8) of
-    the choice as it is written. Of equal ones the first counts. ``exact_match``: the likeliest completion, without space
+    ``acc``: the right choice has the greatest summed log-probability. ``acc_norm``: the greatest for each character of
+    the choice, without space around it. Of equal ones the first counts. ``exact_match``: the likeliest completion, without space
     around it, is one of the answers.
 
     Args:
@@ -56,9 +56,10 @@ def evaluate_task(
         right = right_norm = 0
         sums = choice_sums(model, tokenizer, choices, batch_size=batch_size, progress=progress)
         for example, totals in zip(choices, sums, strict=True):
-            per_byte = [total / len(text.encode()) for total, text in zip(totals, example.choices, strict=True)]
+            lengths = [max(1, len(text.strip())) for text in example.choices]
+            per_character = [total / length for total, length in zip(totals, lengths, strict=True)]
             right += best(totals) == example.answer
-            right_norm += best(per_byte) == example.answer
+            right_norm += best(per_character) == example.answer
         return {"acc": right / n, "acc_norm": right_norm / n, "n": n}
     questions = [example for example in task.examples if isinstance(example, Question)]
     said = completions(model, tokenizer, questions, max_tokens=max_tokens, batch_size=batch_size, progress=progress)

@@ -286,7 +286,7 @@ def test_stored_groups_come_whole_with_their_rewards_and_log_probabilities() -> 
     batch = Rollouts(MemoryRecords(records), 16, "right").batch([1, 0], 3)  # type: ignore[arg-type]
     assert isinstance(batch, RolloutBatch)
     assert batch.group_ids.tolist() == [1, 1, 0, -1] and batch.rewards.tolist() == [0.5, -0.5, 3.0, 0.0]
-    assert batch.tokens.shape == (4, 16) and batch.rewards.dtype == torch.float32
+    assert batch.tokens.shape == (4, 16) and batch.rewards.dtype == torch.float64
     learnt = [batch.targets[row][batch.response_mask[row]].tolist() for row in range(4)]
     assert learnt == [[1], [2, 3, 4], [1, 2], []]
     assert batch.old_logprobs is not None

@@ -95,8 +95,8 @@ def test_sums_are_those_of_the_plain_forward(model: Transformer) -> None:
     for got, hand in zip(sums, wanted, strict=True):
         assert got == pytest.approx(hand, rel=1e-5)
     score = evaluate_task(model, tokenizer, EXAMPLES)
-    bytes_of = [[len(choice.encode()) for choice in e.choices] for e in EXAMPLES.examples]
-    norms = [[s / b for s, b in zip(row, sizes, strict=True)] for row, sizes in zip(wanted, bytes_of, strict=True)]
+    lengths = [[len(choice.strip()) for choice in e.choices] for e in EXAMPLES.examples]
+    norms = [[s / n for s, n in zip(row, sizes, strict=True)] for row, sizes in zip(wanted, lengths, strict=True)]
     answers = [example.answer for example in EXAMPLES.examples]
     assert score == {
         "acc": sum(row.index(max(row)) == a for row, a in zip(wanted, answers, strict=True)) / 6,
@@ -133,7 +133,7 @@ def test_prompts_are_read_once_and_choices_in_one_forward_each(
     assert stats.forwards <= 4 and stats.drafted == stats.accepted == len(first) - 2 + len(second) - 2 >= 6
 
 
-def test_a_choice_is_counted_for_each_byte_that_it_has() -> None:
+def test_a_choice_is_counted_for_each_character_that_it_has() -> None:
     tokenizer, uniform = make_tokenizer(), uniform_model()
     words = " cat for tea and said hello"
     tokens = [len(encode_choice(tokenizer, "the", choice)[1]) for choice in (" xq", words, "éé", "xq")]
@@ -143,10 +143,12 @@ def test_a_choice_is_counted_for_each_byte_that_it_has() -> None:
     assert evaluate_task(uniform, tokenizer, choices_task(("the", [" xq", words], 1))) == {
         "acc": 0, "acc_norm": 1, "n": 1,
     }  # fmt: skip
-    # bytes, not characters: four tokens of four bytes tie with two of two, and the first counts
-    assert evaluate_task(uniform, tokenizer, choices_task(("the", ["éé", "xq"], 0))) == {
-        "acc": 0, "acc_norm": 1, "n": 1,
+    # characters, not bytes: four tokens of four bytes would tie with two of two, and the first count
+    assert evaluate_task(uniform, tokenizer, choices_task(("the", ["éé", "xq"], 1))) == {
+        "acc": 1, "acc_norm": 1, "n": 1,
     }  # fmt: skip
+    # without the space around it: 3 tokens of 2 characters lose to 2 tokens of 2
+    assert evaluate_task(uniform, tokenizer, choices_task(("the", ["xq", "   xq "], 0)))["acc_norm"] == 1
 
 
 def test_of_equal_choices_the_first_counts() -> None:
