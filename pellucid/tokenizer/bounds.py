@@ -172,10 +172,10 @@ class EscapeFormatter(_Fields, SandboxedEscapeFormatter):
     """Of ``Markup.format``."""
 
 
-_GROWING = frozenset(
-    "batch center expandtabs format indent join ljust pprint replace rjust round slice sum to_bytes translate urlize wordwrap zfill"
-    .split()
-)  # fmt: skip
+_GROWING = {
+    "batch", "center", "expandtabs", "format", "indent", "join", "ljust", "pprint", "replace", "rjust", "round", "slice", "sum",
+    "to_bytes", "translate", "urlize", "wordwrap", "zfill",
+}  # fmt: skip
 
 
 def growth(name: str, value: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
