@@ -254,9 +254,10 @@ def test_factors_that_do_nothing_are_no_scaling(tmp_path: Path) -> None:
             "llama.attention.head_count_kv is [2, 1]; one number for all layers",
         ),
         (
-            {"llama.attention.key_length": 4_000_000_000},
+            {"llama.attention.key_length": 40_000},
             "blk.0.attn_q.weight has shape (64, 64), the keys of the file say (160",
         ),
+        ({"llama.attention.key_length": 4_000_000_000}, "model.head_dim must be at most 65,536"),
         ({"llama.rope.freq_base": "high"}, "llama.rope.freq_base is 'high'"),
         ({"llama.rope.scaling.factor": "far"}, "model.rope_scaling.factor must be a number"),
         ({"tokenizer.ggml.model": ["gpt2"]}, "tokenizer.ggml.model is ['gpt2']"),
