@@ -161,6 +161,7 @@ inline void add_dots(const W* const* w, const Inputs& in, int64_t row, int64_t f
                 x[r] = kept(PAIRS && sizeof(W) == 2 ? dot_load(in.pairs + at) : dot_load(in.values + at));
             }
             for (int o = 0; o < 4; o++) {
+                if (sizeof(W) == 2) __builtin_prefetch(w[o] + k + 4 * count);  // the next four outputs'
                 const Dot weight = kept(dot_load(w[o] + k));
                 for (int r = 0; r < R; r++) total[r][o] = fma(x[r], weight, total[r][o]);
             }
@@ -297,8 +298,13 @@ void linear_widened(const Linear& l, int64_t first, int64_t last, const Inputs& 
                     }
                     const auto out = [&](int64_t r) { return reinterpret_cast<float(*)[LANES]>(made[r] + o); };
                     int64_t r = 0;
-                    for (; r + DOT_ROWS <= count; r += DOT_ROWS)
+                    // what is widened next comes from memory meanwhile, a part of it with each few rows
+                    const char* next = reinterpret_cast<const char*>(l.weights) + 2 * ((tile * LANES + o + 4) * inputs + k);
+                    const int64_t part = 8 * some / (count / DOT_ROWS + 1);
+                    for (; r + DOT_ROWS <= count; r += DOT_ROWS, next += part) {
+                        if (part > 128) for (int64_t b = 0; b < part; b += 64) __builtin_prefetch(next + b);
                         widened_rows<DOT_ROWS>(weights, in, begin + r, k, some, inputs, sums + r, out(r));
+                    }
                     for (; r < count; r++) widened_rows<1>(weights, in, begin + r, k, some, inputs, sums + r, out(r));
                 }
             for (int64_t r = 0; r < count; r++) {
