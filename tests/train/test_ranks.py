@@ -215,7 +215,7 @@ def test_a_nan_on_one_rank_stops_all_names_it_and_touches_no_weight(tmp_path, mo
 
     (first, _, left), (second, documents, right) = run_ranks(rank, 2)
     assert first == second and documents and (left == right) == (mode not in ("zero3", "fsdp2"))
-    assert first.startswith("step 4: non-finite loss of micro-batch 1 on rank 1; the weights are those of step 3.")
+    assert first.startswith("step 4: non-finite loss of micro-batch 1 on rank 1; the weights are those of step 3, ")
     assert f"Documents in it: {', '.join(map(str, documents))}." in first
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_00000002"]
 
