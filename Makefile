@@ -9,7 +9,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 .PHONY: help setup setup-clients demo demo-align demo-smollm serve-demo soak test test-all check bench clean
 
 help:
-	@echo 'make demo      train a small model on generated stories and let it talk (4 to 7 minutes)'
+	@echo 'make demo      train a small model on generated stories and let it talk (4 to 8 minutes)'
 	@echo 'make demo-align  take that model (or a new one) through sft, dpo and grpo on arithmetic (5 to 12 minutes)'
 	@echo 'make demo-smollm  import SmolLM2-135M-Instruct (a download of 93 MB) and chat with it'
 	@echo 'make serve-demo  the same model behind a page to chat on, http://127.0.0.1:8000'

@@ -205,11 +205,10 @@ def open_split(loaded: "Loaded", path: str, args: argparse.Namespace, stack: Exi
 
 def _has_keys(path: str) -> bool:
     """Whether text is taken out of records; errors as in `open_source`."""
-    from pellucid.data.readers import RECORD_SUFFIXES, kind_of
     from pellucid.data.sources import Files, open_source
 
     source = open_source(path)
-    return isinstance(source, Files) and any(kind_of(file) in RECORD_SUFFIXES for file in source.paths)
+    return isinstance(source, Files) and bool(source.with_keys)
 
 
 def run_config_of(model: str) -> "RunConfig | None":

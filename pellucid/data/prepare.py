@@ -16,7 +16,7 @@ from pellucid.data.documents import Document, ReadLog
 from pellucid.data.encode import batches, encode_batches
 from pellucid.data.index import storage_error, write_index
 from pellucid.data.mixture import Used, mix
-from pellucid.data.readers import RECORD_SUFFIXES, kind_of
+from pellucid.data.readers import RECORD_SUFFIXES
 from pellucid.data.shards import dtype_for
 from pellucid.data.sources import Files, Source, open_source, parse_size, takes_size
 from pellucid.data.splits import SplitWriter
@@ -309,9 +309,8 @@ def save_tokenizer(tokenizer: "Tokenizer", folder: Path) -> str:
 
 
 def _refuse_unused_key(options: PrepareOptions, sources: list[Source]) -> None:
-    files = [path for source in sources if isinstance(source, Files) for path in source.paths]
     _require(
-        options.text_key == "text" or any(kind_of(path) in RECORD_SUFFIXES for path in files),
+        options.text_key == "text" or any(isinstance(source, Files) and source.with_keys for source in sources),
         f"--text-key is {options.text_key!r}, and {', '.join(options.inputs)} has no file with keys "
         f"({', '.join(RECORD_SUFFIXES)}); leave it out",
     )

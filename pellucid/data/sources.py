@@ -116,13 +116,18 @@ class Files:
     def total_bytes(self) -> int:
         return sum(path.stat().st_size for path in self.paths if path.exists())
 
+    @property
+    def with_keys(self) -> list[Path]:
+        """Those that hold records, whose text is under a key; the others are text as a whole."""
+        return [path for path in self.paths if kind_of(path) in RECORD_SUFFIXES]
+
     def documents(self, log: ReadLog) -> Iterator[Document]:
         for path in self.paths:
             yield from read_file(path, self.text_key, log)
 
     def records(self, log: ReadLog) -> Iterator[RawRecord]:
         """The JSON objects, rows and segments of the files; files of text hold none and count as of another kind."""
-        readable = [path for path in self.paths if kind_of(path) in RECORD_SUFFIXES]
+        readable = self.with_keys
         if not readable:
             raise ConfigError(f"{self.name}: no examples in files of text; known: {', '.join(RECORD_SUFFIXES)}")
         self.num_ignored += len(self.paths) - len(readable)

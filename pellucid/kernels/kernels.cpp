@@ -302,7 +302,7 @@ void linear_widened(const Linear& l, int64_t first, int64_t last, const Inputs& 
                     const char* next = reinterpret_cast<const char*>(l.weights) + 2 * ((tile * LANES + o + 4) * inputs + k);
                     const int64_t part = 8 * some / (count / DOT_ROWS + 1);
                     for (; r + DOT_ROWS <= count; r += DOT_ROWS, next += part) {
-                        if (part > 128) for (int64_t b = 0; b < part; b += 64) __builtin_prefetch(next + b);
+                        for (int64_t b = 0; b < part; b += 64) __builtin_prefetch(next + b);
                         widened_rows<DOT_ROWS>(weights, in, begin + r, k, some, inputs, sums + r, out(r));
                     }
                     for (; r < count; r++) widened_rows<1>(weights, in, begin + r, k, some, inputs, sums + r, out(r));
