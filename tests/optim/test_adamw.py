@@ -41,7 +41,9 @@ def test_a_bfloat16_model_is_refused_because_its_updates_would_vanish():
     assert weight.item() == pytest.approx(1 - 0.06, abs=1e-4)
 
 
-@pytest.mark.parametrize("bad", [dict(betas=(1.0, 0.9)), dict(eps=0.0), dict(weight_decay=-1.0)])
+@pytest.mark.parametrize(
+    "bad", [dict(betas=(1.0, 0.9)), dict(eps=0.0), dict(weight_decay=-1.0), dict(weight_decay=float("inf"))]
+)
 def test_options_out_of_range_are_refused(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):
         AdamWOptions(**bad)

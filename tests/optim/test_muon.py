@@ -231,7 +231,14 @@ def test_an_adapter_of_the_head_is_the_head_s(targets):
 
 
 @pytest.mark.parametrize(
-    "bad", [dict(momentum=1.0), dict(newton_schulz_steps=0), dict(adamw_lr_ratio=0.0), dict(weight_decay=-1.0)]
+    "bad",
+    [
+        dict(momentum=1.0),
+        dict(newton_schulz_steps=0),
+        dict(adamw_lr_ratio=0.0),
+        dict(weight_decay=-1.0),
+        dict(weight_decay=float("inf")),
+    ],
 )
 def test_options_out_of_range_are_refused(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):

@@ -77,6 +77,7 @@ def test_a_run_resumes_to_the_same_bits(tmp_path):
         (dict(momentum=1.0), "optim.momentum"),
         (dict(nesterov=True), "optim.nesterov is true and optim.momentum 0"),
         (dict(weight_decay=-1.0), "optim.weight_decay"),
+        (dict(weight_decay=float("inf")), "optim.weight_decay"),
     ],
 )
 def test_options_out_of_range_are_refused(bad, message):
