@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from pellucid.kernels import build, experts, linear
+from pellucid.kernels import attention, build, experts, linear
 
 VARIANTS = {
     "this processor": None,
@@ -30,7 +30,7 @@ def compiled(name, folder):
 def using(library):
     """Everything calls it meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "library", lambda: library)
-        patch.setattr(experts, "library", lambda: library)
+        for module in (attention, experts, linear):
+            patch.setattr(module, "library", lambda: library)
         patch.setattr("pellucid.inference.fused.library", lambda: library)
         yield

@@ -7,11 +7,15 @@ a key and of a value head. A block holds its tokens head by head, so that those 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pellucid.kernels.attention import Place, place
+from pellucid.kernels.attention import attend as attend_in_kernel
 from pellucid.model.attend import fused_attention, of_one_width
 from pellucid.model.attention import KVSpec
 from pellucid.model.canonical import (
@@ -20,6 +24,7 @@ from pellucid.model.canonical import (
     Biases,
     as_bias,
     canonical_attention,
+    in_kernel,
     in_products,
     in_two_products,
     padded_keys,
@@ -75,6 +80,13 @@ class PagedCache:
             return found[0], found[1]
         half = len(found[0]) // 2
         return found[0].narrow(0, 0, half), found[0].narrow(0, half, half)
+
+    def places(self, layer: int) -> tuple[Place, Place]:
+        """Of keys and of values, for the kernel."""
+        spec, stored = self.specs[layer], self.stored[layer]
+        if _joint(spec):
+            return place(stored[0]), place(stored[0], head=spec.heads)
+        return place(stored[0]), place(stored[-1])
 
     def copy(self, source: int, target: int) -> None:
         """One block's content into another."""
@@ -151,29 +163,63 @@ class PagedAttend:
     def __init__(
         self, cache: PagedCache, spans: SequenceOf[Span], windows: tuple[int | None, ...], *, exact: bool
     ) -> None:
-        self.cache, self.windows = cache, windows
-        device, size = cache.device, cache.block_size
-        places = [(span.blocks[p // size], p % size) for span in spans for p in _positions(span)]
-        blocks, offsets = torch.tensor(places, device=device).unbind(1)
-        self.written = len(places)
-        self.slots: dict[KVSpec, Tensor] = {}
-        """Where each head of each token stands in a layer's tensors seen as ``[blocks * heads * size, width]``."""
-        for spec in cache.kinds:
-            heads = spec.heads * _parts(spec)
-            each = (blocks[:, None] * heads + torch.arange(heads, device=device)) * size + offsets[:, None]
-            self.slots[spec] = each.flatten()
-        self.singles = [_Singles(cache, group, exact=exact) for group in _of_one_length(spans, exact=exact)]
-        self.chunks = [_Chunk(cache, span, exact=exact) for span in spans if span.count > 1]
+        self.cache, self.spans, self.windows, self.exact = cache, spans, windows, exact
+        self.written = sum(span.count for span in spans)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-        n, window = self.written, self.windows[layer]
-        self.cache.write(layer, *((k, v) if n == len(k) else (k[:n], v[:n])), self.slots)
-        if len(self.singles) == 1 and not self.chunks and n == len(q):
-            return self.singles[0].attend(layer, q, scale, window)
-        out = q.new_zeros(*q.shape[:-1], v.shape[-1])
-        for singles in self.singles:
+        n, spec, window = self.written, self.cache.specs[layer], self.windows[layer]
+        if n != len(q):  # rows beside them are padding
+            out = q.new_zeros(*q.shape[:-1], spec.value_dim)
+            if n:
+                out[:n] = self(layer, q[:n], k[:n], v[:n], scale=scale)
+            return out
+        if not in_kernel(q, spec.key_dim, spec.value_dim):
+            self.cache.write(layer, k, v, self._slots)
+            return self._attend(layer, q, scale, window)
+        return attend_in_kernel(
+            q, *self.cache.places(layer), self._index, kv_heads=spec.heads, value_width=spec.value_dim,
+            block_size=self.cache.block_size, stored=self.cache.stored[layer][0].dtype, scale=scale, window=window,
+            new=(k.to(q.dtype), None if spec.value_in_key else v.to(q.dtype)),
+        )  # fmt: skip
+
+    @cached_property
+    def _index(self) -> tuple[Tensor, Tensor, Tensor]:
+        """For the kernel: of each row its position, and where the blocks of its sequence begin among all blocks."""
+        positions = [p for span in self.spans for p in _positions(span)]
+        begins = accumulate((len(span.blocks) for span in self.spans), initial=0)
+        tables = [begin for span, begin in zip(self.spans, begins, strict=False) for _ in _positions(span)]
+        blocks = [block for span in self.spans for block in span.blocks]
+        return torch.tensor(positions), torch.tensor(tables), torch.tensor(blocks)
+
+    @cached_property
+    def _slots(self) -> dict[KVSpec, Tensor]:
+        """Where each head of each token stands in a layer's tensors seen as ``[blocks * heads * size, width]``."""
+        device, size, slots = self.cache.device, self.cache.block_size, {}
+        places = [(span.blocks[p // size], p % size) for span in self.spans for p in _positions(span)]
+        blocks, offsets = torch.tensor(places, device=device).unbind(1)
+        for spec in self.cache.kinds:
+            heads = spec.heads * _parts(spec)
+            each = (blocks[:, None] * heads + torch.arange(heads, device=device)) * size + offsets[:, None]
+            slots[spec] = each.flatten()
+        return slots
+
+    @cached_property
+    def _singles(self) -> list["_Singles"]:
+        groups = _of_one_length(self.spans, exact=self.exact)
+        return [_Singles(self.cache, group, exact=self.exact) for group in groups]
+
+    @cached_property
+    def _chunks(self) -> list["_Chunk"]:
+        return [_Chunk(self.cache, span, exact=self.exact) for span in self.spans if span.count > 1]
+
+    def _attend(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
+        """By torch's operators."""
+        if len(self._singles) == 1 and not self._chunks:
+            return self._singles[0].attend(layer, q, scale, window)
+        out = q.new_zeros(*q.shape[:-1], self.cache.specs[layer].value_dim)
+        for singles in self._singles:
             out.index_copy_(0, singles.rows, singles.attend(layer, q.index_select(0, singles.rows), scale, window))
-        for chunk in self.chunks:
+        for chunk in self._chunks:
             out[chunk.rows] = chunk.attend(layer, q[chunk.rows], scale, window)
         return out
 

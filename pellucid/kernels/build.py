@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 logger = logging.getLogger(__name__)
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "experts.cpp"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "attention.cpp", "experts.cpp"))
 HEADER = Path(__file__).with_name("lanes.h")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fopenmp", "-fPIC")
 SWITCH = "PELLUCID_KERNELS"
@@ -62,10 +62,10 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
         except OSError:  # damaged
             path.unlink(missing_ok=True)
             found = load(_built())
-        from pellucid.kernels import experts, linear  # which themselves call what this loads
+        from pellucid.kernels import attention, experts, linear  # which themselves call what this loads
 
         with _disable_current_modes():  # the first who asks may be tracing shapes
-            wrong = linear.disagreement(found) or experts.disagreement(found)
+            wrong = linear.disagreement(found) or attention.disagreement(found) or experts.disagreement(found)
         if wrong is not None:
             raise _Unavailable(f"{path} computes wrongly here: {wrong}; please report it")
     except (_Unavailable, OSError) as error:
@@ -82,6 +82,7 @@ def load(path: Path) -> ctypes.CDLL:
     found = ctypes.CDLL(str(path))
     for of_rows in (found.pellucid_linear, found.pellucid_linear_bfloat16):
         of_rows.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
+    found.pellucid_attend.argtypes = [ctypes.c_void_p]
     found.pellucid_decode.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     found.pellucid_experts_forward.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     found.pellucid_experts_backward.argtypes = [ctypes.c_void_p, ctypes.c_void_p]

@@ -19,7 +19,8 @@
 namespace {
 
 constexpr int GROUP = 32, GROUP4 = 320, GROUP8 = 512;
-constexpr int MANY = 12;  // rows from which on plain weights are turned or widened first
+constexpr int MANY = 12;  // rows from which on plain weights are turned first
+constexpr int WIDENED = 4, MANY_NARROW = 48;  // those of 16 bits: widened, and turned
 
 // -- linear layers ------------------------------------------------------------------------------------------------------
 
@@ -38,7 +39,6 @@ struct Inputs {
     float* sums;
     int64_t stride;
     float* columns = nullptr;  // [threads, stride * 16]: room for plain weights turned; null: a row has the same bits in any number
-    bool widen = false;  // weights of 16 bits, for many rows; no number changes
 };
 
 inline void prepare(const Inputs& in, int64_t row, int64_t groups) {
@@ -263,6 +263,14 @@ void linear_columns(const Linear& l, int64_t first, int64_t last, const Inputs& 
 
 // Many rows of weights of 16 bits, each number with the bits that `multiply_plain` gives it: four outputs' weights are widened
 // once for some rows, as many inputs at a time as stay in the nearest cache
+// Calls f with the number of rows that are best multiplied next, as a constant; the number
+template <int R = DOT_ROWS, class F> inline int64_t some_rows(int64_t left, F f) {
+    if constexpr (R > 1)
+        if (left < R || (left == R + 1 && R > 2)) return some_rows<R - 1>(left, f);  // two and two are better than three and one
+    f(std::integral_constant<int, R>());
+    return R;
+}
+
 constexpr int64_t SOME_ROWS = 16 * DOT_ROWS, SOME_INPUTS = 768;
 
 template <int R>
@@ -272,10 +280,11 @@ inline void widened_rows(const float* const* w, const Inputs& in, int64_t row, i
     for (int r = 0; r < R; r++)
         for (int o = 0; o < 4; o++) total[r][o] = first ? sums[r][o] : dot_zero();
     add_dots<R>(w, in, row, first, count, total);
-    for (int r = 0; r < R; r++) {
-        if (first + count == inputs) sums_of_four(total[r], out[r]);
-        else std::copy_n(total[r], 4, sums[r]);
-    }
+    if (first + count == inputs)
+        for (int r = 0; r < R; r++) sums_of_four(total[r], out[r]);
+    else
+        for (int r = 0; r < R; r++)
+            for (int o = 0; o < 4; o++) sums[r][o] = total[r][o];
 }
 
 void linear_widened(const Linear& l, int64_t first, int64_t last, const Inputs& in, int64_t rows, const Output& to) {
@@ -297,15 +306,15 @@ void linear_widened(const Linear& l, int64_t first, int64_t last, const Inputs& 
                         weights[i] = put;
                     }
                     const auto out = [&](int64_t r) { return reinterpret_cast<float(*)[LANES]>(made[r] + o); };
-                    int64_t r = 0;
                     // what is widened next comes from memory meanwhile, a part of it with each few rows
                     const char* next = reinterpret_cast<const char*>(l.weights) + 2 * ((tile * LANES + o + 4) * inputs + k);
                     const int64_t part = 8 * some / (count / DOT_ROWS + 1);
-                    for (; r + DOT_ROWS <= count; r += DOT_ROWS, next += part) {
+                    for (int64_t r = 0; r < count; next += part) {
                         for (int64_t b = 0; b < part; b += 64) __builtin_prefetch(next + b);
-                        widened_rows<DOT_ROWS>(weights, in, begin + r, k, some, inputs, sums + r, out(r));
+                        r += some_rows(count - r, [&](auto rows) {
+                            widened_rows<rows()>(weights, in, begin + r, k, some, inputs, sums + r, out(r));
+                        });
                     }
-                    for (; r < count; r++) widened_rows<1>(weights, in, begin + r, k, some, inputs, sums + r, out(r));
                 }
             for (int64_t r = 0; r < count; r++) {
                 const Vec total = load(made[r]);
@@ -315,10 +324,10 @@ void linear_widened(const Linear& l, int64_t first, int64_t last, const Inputs& 
 }
 
 void linear(const Linear& l, int64_t first, int64_t last, const Inputs& in, int64_t rows, const Output& to) {
-    if (in.widen && l.bits == 16 && rows >= MANY) return linear_widened(l, first, last, in, rows, to);
-    if (in.columns && rows >= MANY) {
-        if (l.bits == 32) return linear_columns<float>(l, first, last, in, rows, to);
-        if (l.bits == 16 && !PAIRS) return linear_columns<bfloat16>(l, first, last, in, rows, to);
+    if (l.bits == 32 && in.columns && rows >= MANY) return linear_columns<float>(l, first, last, in, rows, to);
+    if (l.bits == 16 && !PAIRS) {
+        if (in.columns && rows >= MANY_NARROW) return linear_columns<bfloat16>(l, first, last, in, rows, to);
+        if (rows >= WIDENED) return linear_widened(l, first, last, in, rows, to);
     }
     // weights come from memory once: all rows multiply some tiles before the next ones are read
     const int64_t step = rows == 1 ? std::max<int64_t>(1, last - first) : rows < 4 ? CHAINS : 1;
@@ -590,7 +599,7 @@ int pellucid_linear(const Linear* l, float* values, int64_t rows, float* out, in
     const int64_t stride = l->groups * GROUP;
     const Floats sums = floats(rows * l->groups);
     std::vector<bfloat16> pairs(PAIRS ? rows * stride : 0);
-    const Inputs in{values, pairs.data(), sums.get(), stride, nullptr, !PAIRS};
+    const Inputs in{values, pairs.data(), sums.get(), stride};
 #pragma omp parallel num_threads(int(threads))
     {
         const Share mine = share(rows);
@@ -609,7 +618,7 @@ int pellucid_linear_bfloat16(const Linear* l, const bfloat16* x, int64_t rows, b
     const int64_t stride = l->groups * GROUP, made_stride = l->tiles * LANES;
     const Floats values = floats(rows * stride), sums = floats(rows * l->groups), made = floats(rows * made_stride);
     std::vector<bfloat16> pairs(PAIRS ? rows * stride : 0);
-    const Inputs in{values.get(), pairs.data(), sums.get(), stride, nullptr, !PAIRS};
+    const Inputs in{values.get(), pairs.data(), sums.get(), stride};
 #pragma omp parallel num_threads(int(threads))
     {
         const Share mine = share(rows), tiles = share(l->tiles);

@@ -268,6 +268,7 @@ inline Vec exponential(Vec x) {
 // 16 rows of weights, each of which may stand anywhere
 template <class W> struct Rows16 {
     const W* at[LANES];
+    Rows16() = default;
     Rows16(const W* first, int64_t stride, int64_t count = LANES) {  // the last of `count` again where there are fewer
         for (int64_t i = 0; i < LANES; i++) at[i] = first + std::min(i, count - 1) * stride;
     }

@@ -1,21 +1,28 @@
 """Canonical attention: the same bits for a token whether it is decoded alone, in chunks, or in a whole sequence.
 
-A kernel's order of additions depends on the shapes it is given. Here they never vary where it matters: keys are padded with
-masked rows to a number that the position alone decides (`padded_keys`), and the mask is explicit. In bfloat16 attention is
-two batched products (`in_two_products`), which round a row alike in any number of rows but one; in float32, and in bfloat16
-that would be emulated, it is torch's fused kernel on tiles of `TILE` query rows at positions that are multiples of it.
+What is computed in float32, bfloat16 included that would be emulated, is our own kernel's where there is one (`in_kernel`),
+which adds up in an order that a row's position alone decides. Elsewhere it is torch's operators. A kernel's order of additions
+depends on the shapes it is given. Here they never vary where it matters: keys are padded with masked rows to a number that the
+position alone decides (`padded_keys`), and the mask is explicit. In bfloat16 attention is two batched products
+(`in_two_products`), which round a row alike in any number of rows but one; in float32 it is torch's fused kernel on tiles of
+`TILE` query rows at positions that are multiples of it.
 Measured on torch 2.13; matrix products elsewhere in the model need at least `matmul_rows` rows as well.
 
 Shapes: n query rows at positions start ... start + n - 1 of one sequence, L >= start + n keys from position 0 on,
 H query heads, K key/value heads, d head width, S keys with the padding, e width of a value.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from pellucid.model.attend import of_one_width
-from pellucid.model.linear import is_emulated
+from pellucid.kernels import attention
+from pellucid.model.attend import causal_mask, fused_attention, of_one_width
+from pellucid.model.linear import is_emulated, is_in_float32
 
 TILE = 4
 KEY_BLOCK = 512
@@ -48,6 +55,11 @@ def in_products(dtype: torch.dtype) -> bool:
     return dtype.itemsize < 4
 
 
+def in_kernel(q: Tensor, key_width: int, value_width: int) -> bool:
+    """Whether attention of queries of that type to keys and values of these widths is our kernel's."""
+    return is_in_float32(q) and attention.fits(q, key_width=key_width, value_width=value_width)
+
+
 def padded_keys(end: int) -> int:
     """The keys of a tile whose last position is below ``end``."""
     return next((size for size in KEY_BINS if end <= size), -(-end // KEY_BLOCK) * KEY_BLOCK)
@@ -64,6 +76,8 @@ def canonical_attention(
     biases: Biases | None = None,
 ) -> Tensor:
     """Causal attention of rows ``[n, H, d]`` of one sequence over its keys ``[L, K, d]`` and values ``[L, K, e]`` -> ``[n, H, e]``.
+
+    By torch's operators.
 
     Args:
         window: how many tokens a row sees, itself included; None: all before it.
@@ -188,11 +202,26 @@ class CanonicalAttend:
     def __init__(self, windows: tuple[int | None, ...], documents: Tensor | None = None) -> None:
         self.windows = windows
         self.spans = None if documents is None else [_runs(row) for row in documents.tolist()]
+        self.lengths: list[int] = []
+        """Of all documents, for the kernel."""
+        self.starts: Tensor | None = None
+        """The first of each token's document."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
         rows, tokens = q.shape[:2]
         spans = self.spans or [[(0, tokens)]] * rows
         window = self.windows[layer]
+        if in_kernel(q, k.shape[-1], v.shape[-1]):
+            if self.starts is None or len(self.starts) != rows * tokens:
+                self.lengths = [b - a for row in spans for a, b in row]
+                lengths = torch.tensor(self.lengths)
+                self.starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths, output_size=rows * tokens)
+            kind = torch.bfloat16 if is_emulated(q) else q.dtype
+            if not q.dtype == k.dtype == v.dtype:
+                q, k, v = q.float(), k.float(), v.float()
+            flat = (x.flatten(0, 1) for x in (q, k, v))
+            out: Tensor = _InKernel.apply(*flat, self.starts, self.lengths, scale, window)  # type: ignore[no-untyped-call]
+            return out.view(rows, tokens, *out.shape[1:]).to(kind)
         return torch.stack(
             [
                 torch.cat(
@@ -204,6 +233,43 @@ class CanonicalAttend:
                 for row in range(rows)
             ]
         )
+
+
+class _InKernel(torch.autograd.Function):
+    """Forward by our kernel; gradients by torch's fused one, which computes the same once more."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Tensor,
+        lengths: Sequence[int],
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.how = lengths, scale, window
+        out: Tensor = torch.ops.pellucid.attention(q, k, v, starts, scale, window or 0)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        lengths, scale, window = ctx.how
+        made: list[tuple[Tensor, ...]] = []
+        for document in zip(*(x.split(lengths) for x in (*ctx.saved_tensors, grad)), strict=True):
+            q, k, v, given = (x[None].float() for x in document)
+            inputs, tokens = (q, k, v), given.shape[1]
+            mask = None if window is None or window >= tokens else causal_mask(tokens, window, device=given.device)
+            with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+                for x in inputs:
+                    x.requires_grad_()
+                made.append(torch.autograd.grad(fused_attention(q, k, v, mask, scale), inputs, given))
+        whole = (torch.cat([x[0] for x in parts]) for parts in zip(*made, strict=True))
+        grads = (g.to(x.dtype) for g, x in zip(whole, ctx.saved_tensors, strict=True))
+        return (*grads, None, None, None, None)
 
 
 def _runs(ids: list[int]) -> list[tuple[int, int]]:

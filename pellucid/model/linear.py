@@ -39,12 +39,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def is_emulated(x: Tensor) -> bool:
     """Whether torch would compute products with ``x`` in bfloat16 by emulation, and we need not; compiled code is torch's."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return False
-    dtype = x.dtype
-    if torch.is_autocast_enabled("cpu") and dtype != torch.float64:  # which autocast leaves alone
-        dtype = torch.get_autocast_dtype("cpu")
-    return dtype == torch.bfloat16 and not _elsewhere and _processor_emulates() and kernels.available()
+    return _type_of_products(x) == torch.bfloat16 and _processor_emulates() and kernels.available()
+
+
+def is_in_float32(x: Tensor) -> bool:
+    """Whether our kernels may compute products with ``x``: they do so in float32, which here is no more than torch would."""
+    return (_type_of_products(x) == torch.float32 and kernels.available()) or is_emulated(x)
+
+
+def _type_of_products(x: Tensor) -> torch.dtype | None:
+    """As autocast says; None where only torch computes them."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or _elsewhere:
+        return None
+    if torch.is_autocast_enabled("cpu") and x.dtype != torch.float64:  # which autocast leaves alone
+        return torch.get_autocast_dtype("cpu")
+    return x.dtype
 
 
 _elsewhere = False

@@ -9,6 +9,7 @@ from tiny_engine import KINDS, VOCABULARY, alone, bits, dtype_of, engine, prompt
 
 from pellucid.inference.probe import exactness_problem
 from pellucid.inference.request import Request, Result, SamplingParams
+from pellucid.model.linear import as_elsewhere
 from pellucid.model.quantize import quantize_
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -113,6 +114,14 @@ def test_hundreds_of_requests_have_the_same_bits_alone_and_in_any_company(kind, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probabilities_are_the_bits_of_the_trainers_forward(kind, dtype):
     check_against_trainer(kind, dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_kernels_of_our_own_bits_are_the_same_alone_in_any_company_and_in_the_trainer(kind):
+    with as_elsewhere():
+        preemptions, reused = compare(tiny(kind, torch.float32), seed=len(kind), count=8, rounds=1)
+        assert preemptions + reused > 0
+        check_against_trainer(kind, torch.float32)
 
 
 @pytest.mark.slow

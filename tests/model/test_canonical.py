@@ -2,6 +2,7 @@
 compared only where a probe finds that this one's linears do not depend on the number of rows (from four on)."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid.config import ModelConfig
+from pellucid.inference.paged import PagedAttend, PagedCache, Span
 from pellucid.model import Transformer
-from pellucid.model.attend import fused_attention
+from pellucid.model.attend import WindowAttend, fused_attention
 from pellucid.model.canonical import MATMUL_ROWS, CanonicalAttend, canonical_attention
+from pellucid.model.linear import as_elsewhere
 from pellucid.model.moe import Router
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -24,6 +27,13 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["kernels", "operators"])
+def by(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Our kernels where there are some, and torch's operators alone."""
+    with as_elsewhere() if request.param == "operators" else nullcontext():
+        yield request.param
 
 
 def heads(tokens: int, h: int, k: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,13 +72,15 @@ def test_it_is_causal_attention() -> None:
     torch.testing.assert_close(canonical_attention(q, k, v, start=0, scale=0.25), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_it_has_the_gradients_of_causal_attention() -> None:
+@pytest.mark.parametrize("window", [None, 6])
+def test_it_has_the_gradients_of_causal_attention(by: str, window: int | None) -> None:
     gradients = []
+    ids = torch.tensor([[0] * 8 + [1] * 13])
     for fused in (False, True):
         leaves = [x.clone().requires_grad_() for x in heads(21, 4, 2, 16, torch.float32)]
         rows = [x[None] for x in leaves]
-        out = fused_attention(*rows, None, 0.25) if fused else CanonicalAttend((None,))(0, *rows, scale=0.25)
-        out.square().sum().backward()
+        attend = WindowAttend((window,), ids) if fused else CanonicalAttend((window,), ids)
+        attend(0, *rows, scale=0.25).square().sum().backward()
         gradients.append([leaf.grad for leaf in leaves])
     for canonical, fused_one in zip(*gradients, strict=True):
         assert canonical is not None and canonical.abs().max() > 0.1
@@ -76,7 +88,7 @@ def test_it_has_the_gradients_of_causal_attention() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_packed_documents_have_the_bits_that_they_have_alone(dtype: torch.dtype) -> None:
+def test_packed_documents_have_the_bits_that_they_have_alone(dtype: torch.dtype, by: str) -> None:
     q, k, v = (x[None] for x in heads(50, 6, 2, 32, dtype))
     ids = torch.tensor([[0] * 9 + [1] * 22 + [2] * 19])  # tiles are not aligned with the row
     packed = CanonicalAttend((None,), ids)(0, q, k, v, scale=0.2)
@@ -86,7 +98,7 @@ def test_packed_documents_have_the_bits_that_they_have_alone(dtype: torch.dtype)
     assert not torch.equal(packed, plain(0, q, k, v, scale=0.2))
 
 
-def test_a_row_has_the_same_bits_in_every_batch() -> None:
+def test_a_row_has_the_same_bits_in_every_batch(by: str) -> None:
     q, k, v = (torch.stack([x, x.flip(0), x * 0.5]) for x in heads(30, 6, 2, 32, torch.float32))
     attend = CanonicalAttend((None,))
     batch = attend(0, q, k, v, scale=0.2)
@@ -111,22 +123,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-class Decoding:
-    """Remembers keys and values of one sequence; the rows after the first of each call are padding."""
-
-    def __init__(self, windows: tuple[int | None, ...]) -> None:
-        self.windows = windows
-        self.seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in windows]
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-        seen = self.seen[layer]
-        seen.append((k[0], v[0]))
-        keys, values = (torch.stack(x) for x in zip(*seen, strict=True))
-        window = self.windows[layer]
-        out = canonical_attention(q[:1], keys, values, start=len(seen) - 1, scale=scale, window=window)
-        return torch.cat([out, out.expand(len(q) - 1, -1, -1)])
-
-
 def row_count_matters(model: Transformer, rows: int, dtype: torch.dtype) -> bool:
     for module in model.modules():
         if isinstance(module, torch.nn.Linear | Router):
@@ -140,7 +136,7 @@ def row_count_matters(model: Transformer, rows: int, dtype: torch.dtype) -> bool
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
 def test_decoding_a_model_token_by_token_gives_the_bits_of_the_training_forward(
-    threads: int, dtype: torch.dtype, changes: dict[str, Any]
+    threads: int, dtype: torch.dtype, changes: dict[str, Any], by: str
 ) -> None:
     shape: dict[str, Any] = {
         "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -153,8 +149,9 @@ def test_decoding_a_model_token_by_token_gives_the_bits_of_the_training_forward(
     tokens = torch.randint(0, 64, (2, 21), generator=torch.Generator().manual_seed(1))
     whole = model(tokens).logits[0]
     assert whole.requires_grad
-    attend = Decoding(model.layer_windows())
+    cache = PagedCache(model.kv_specs(), 6, 4, dtype=dtype, device=torch.device("cpu"))
     for p in range(21):
+        attend = PagedAttend(cache, [Span(0, p, 1, range(1, 7))], model.layer_windows(), exact=True)
         row = torch.cat([tokens[0, p : p + 1], torch.zeros(MATMUL_ROWS - 1, dtype=torch.long)])
         with torch.no_grad():
             alone = model(row, torch.full((MATMUL_ROWS,), p), attend).logits[0]
