@@ -12,7 +12,8 @@ namespace {
 
 constexpr int64_t TILE = 48;  // queries that pass over the same keys, turned once for all of them
 constexpr int64_t ROOM = 1 << 18;  // scores that a thread holds, where more than `QUERIES` queries would need more
-constexpr int64_t SMALL = 1 << 15;  // pairs of a query and a key that one thread has done before another has begun
+constexpr int64_t LINE = 64;  // bytes that come from memory together
+constexpr int64_t SMALL = 1 << 12;  // pairs of a query and a key that one thread has done before another has begun
 
 struct Place {
     void* first;
@@ -39,10 +40,19 @@ inline void put(bfloat16* p, float x) { *p = narrow_one(x); }
 inline Vec cached(const float* p) { return load(p); }
 inline Vec cached(const bfloat16* p) { return widen(p); }
 
-template <class T> inline T* at(const Attention& m, const Place& place, int64_t row, int64_t kv_head, int64_t position) {
-    const int64_t block = m.blocks[m.tables[row] + position / m.block_size];
-    return static_cast<T*>(place.first) + block * place.block + kv_head * place.head + position % m.block_size * place.token;
-}
+// From key to key of a sequence
+struct Walk {
+    const int64_t* block;
+    int64_t within, size;
+    Walk(const Attention& m, int64_t row, int64_t position)
+        : block(m.blocks + m.tables[row] + position / m.block_size), within(position % m.block_size), size(m.block_size) {}
+    void next() {
+        if (++within == size) within = 0, block++;
+    }
+    template <class T> T* at(const Place& place, int64_t kv_head) const {
+        return static_cast<T*>(place.first) + *block * place.block + kv_head * place.head + within * place.token;
+    }
+};
 
 // Q queries against 16 keys
 template <int Q> inline void score(const float* q, const float* columns, int64_t width, float* out, int64_t stride) {
@@ -118,11 +128,24 @@ template <class Q, class T> void attend(const Attention& m, const Unit& u, Room<
     }
     // of keys before `origin` nobody has a score here
     const int64_t origin = start(0) / LANES * LANES, end = limit(count - 1);
+    Walk walk(m, u.row, origin), ahead = walk;
+    int64_t fetched = origin;
+    const auto fetch = [&] {  // 16 keys and their values, which come from memory while others are multiplied
+        for (const int64_t stop = std::min(fetched + LANES, end); fetched < stop; fetched++) {
+            const T *key = ahead.at<T>(m.keys, kv_head), *value = ahead.at<T>(m.values, kv_head);
+            for (int64_t d = 0; d < width; d += LINE / sizeof(T)) __builtin_prefetch(key + d);
+            for (int64_t d = 0; d < m.value_width; d += LINE / sizeof(T)) __builtin_prefetch(value + d);
+            if (fetched + 1 < end) ahead.next();
+        }
+    };
+    fetch();
     for (int64_t key = origin; key < end; key += LANES) {
+        fetch();
         Rows16<T> rows;
         for (int64_t i = 0; i < LANES; i++) {
-            rows.at[i] = at<T>(m, m.keys, u.row, kv_head, std::min(key + i, end - 1));
-            room.values[key - origin + i] = at<T>(m, m.values, u.row, kv_head, std::min(key + i, end - 1));
+            rows.at[i] = walk.at<T>(m.keys, kv_head);
+            room.values[key - origin + i] = walk.at<T>(m.values, kv_head);
+            if (key + i + 1 < end) walk.next();  // else the last one again
         }
         put_columns(rows, width, room.columns.get());
         for (int64_t i = 0; i < count; i += QUERIES) {
@@ -162,11 +185,12 @@ template <class Q, class T> void attend(const Attention& m, const Unit& u, Room<
 
 template <class Q, class T> void write(const Attention& m, int64_t row, int64_t kv_head) {
     const Q* key = static_cast<const Q*>(m.new_keys) + row * m.key_stride + kv_head * m.key_width;
-    T* to = at<T>(m, m.keys, row, kv_head, m.positions[row]);
+    const Walk place(m, row, m.positions[row]);
+    T* to = place.at<T>(m.keys, kv_head);
     for (int64_t d = 0; d < m.key_width; d++) put(to + d, wide(key[d]));
     if (!m.new_values) return;
     const Q* value = static_cast<const Q*>(m.new_values) + row * m.value_stride + kv_head * m.value_width;
-    to = at<T>(m, m.values, row, kv_head, m.positions[row]);
+    to = place.at<T>(m.values, kv_head);
     for (int64_t d = 0; d < m.value_width; d++) put(to + d, wide(value[d]));
 }
 

@@ -261,8 +261,6 @@ void linear_columns(const Linear& l, int64_t first, int64_t last, const Inputs& 
     }
 }
 
-// Many rows of weights of 16 bits, each number with the bits that `multiply_plain` gives it: four outputs' weights are widened
-// once for some rows, as many inputs at a time as stay in the nearest cache
 // Calls f with the number of rows that are best multiplied next, as a constant; the number
 template <int R = DOT_ROWS, class F> inline int64_t some_rows(int64_t left, F f) {
     if constexpr (R > 1)
@@ -271,6 +269,8 @@ template <int R = DOT_ROWS, class F> inline int64_t some_rows(int64_t left, F f)
     return R;
 }
 
+// Many rows of weights of 16 bits, each number with the bits that `multiply_plain` gives it: four outputs' weights are widened
+// once for some rows, as many inputs at a time as stay in the nearest cache
 constexpr int64_t SOME_ROWS = 16 * DOT_ROWS, SOME_INPUTS = 768;
 
 template <int R>
@@ -288,31 +288,37 @@ inline void widened_rows(const float* const* w, const Inputs& in, int64_t row, i
 }
 
 void linear_widened(const Linear& l, int64_t first, int64_t last, const Inputs& in, int64_t rows, const Output& to) {
-    const int64_t inputs = l.groups * GROUP;
+    const int64_t inputs = l.groups * GROUP, pieces = (inputs + SOME_INPUTS - 1) / SOME_INPUTS;
+    const int64_t piece = (l.groups + pieces - 1) / pieces * GROUP;
     float widened[4 * SOME_INPUTS], made[SOME_ROWS][LANES];
     Dot sums[SOME_ROWS][4];
     for (int64_t tile = first; tile < last; tile++)
         for (int64_t begin = 0; begin < rows; begin += SOME_ROWS) {
             const int64_t count = std::min(SOME_ROWS, rows - begin);
             for (int o = 0; o < LANES; o += 4)
-                for (int64_t k = 0; k < inputs; k += SOME_INPUTS) {
-                    const int64_t some = std::min(SOME_INPUTS, inputs - k);
+                for (int64_t k = 0; k < inputs; k += piece) {
+                    const int64_t some = std::min(piece, inputs - k);
+                    const bfloat16* from[4];
                     const float* weights[4];
                     for (int i = 0; i < 4; i++) {
                         const int64_t output = std::min(tile * LANES + o + i, l.outputs - 1);
-                        const bfloat16* from = reinterpret_cast<const bfloat16*>(l.weights) + output * inputs + k;
+                        from[i] = reinterpret_cast<const bfloat16*>(l.weights) + output * inputs + k;
                         float* put = widened + i * SOME_INPUTS;
-                        for (int64_t j = 0; j < some; j += LANES) store(put + j, widen(from + j));
+                        for (int64_t j = 0; j < some; j += LANES) store(put + j, widen(from[i] + j));
                         weights[i] = put;
                     }
-                    const auto out = [&](int64_t r) { return reinterpret_cast<float(*)[LANES]>(made[r] + o); };
                     // what is widened next comes from memory meanwhile, a part of it with each few rows
-                    const char* next = reinterpret_cast<const char*>(l.weights) + 2 * ((tile * LANES + o + 4) * inputs + k);
-                    const int64_t part = 8 * some / (count / DOT_ROWS + 1);
-                    for (int64_t r = 0; r < count; next += part) {
-                        for (int64_t b = 0; b < part; b += 64) __builtin_prefetch(next + b);
-                        r += some_rows(count - r, [&](auto rows) {
-                            widened_rows<rows()>(weights, in, begin + r, k, some, inputs, sums + r, out(r));
+                    const int64_t next = k + piece < inputs ? piece : 4 * inputs - k;
+                    const int64_t part = (4 * some / GROUP + count / DOT_ROWS) / (count / DOT_ROWS + 1);
+                    int64_t ahead = 0, at = 0;
+                    for (int64_t r = 0; r < count;) {
+                        for (int64_t p = 0; p < part && ahead < 4; p++) {
+                            __builtin_prefetch(from[ahead] + next + at);
+                            if ((at += GROUP) >= some) at = 0, ahead++;
+                        }
+                        r += some_rows(count - r, [&](auto n) {
+                            auto* out = reinterpret_cast<float(*)[LANES]>(made[r] + o);
+                            widened_rows<n()>(weights, in, begin + r, k, some, inputs, sums + r, out);
                         });
                     }
                 }
