@@ -292,8 +292,8 @@ void linear_widened(const Linear& l, int64_t first, int64_t last, const Inputs& 
     const int64_t piece = (l.groups + pieces - 1) / pieces * GROUP;
     float widened[4 * SOME_INPUTS], made[SOME_ROWS][LANES];
     Dot sums[SOME_ROWS][4];
-    for (int64_t tile = first; tile < last; tile++)
-        for (int64_t begin = 0; begin < rows; begin += SOME_ROWS) {
+    for (int64_t begin = 0; begin < rows; begin += SOME_ROWS)
+        for (int64_t tile = first; tile < last; tile++) {
             const int64_t count = std::min(SOME_ROWS, rows - begin);
             for (int o = 0; o < LANES; o += 4)
                 for (int64_t k = 0; k < inputs; k += piece) {
@@ -636,9 +636,15 @@ int pellucid_linear_bfloat16(const Linear* l, const bfloat16* x, int64_t rows, b
         linear(*l, tiles.first, tiles.last, in, rows, {made.get(), made_stride, Output::STORE});
         for (int64_t r = 0; r < rows; r++)
             for (int64_t tile = tiles.first; tile < tiles.last; tile++) {
+                bfloat16* to = out + r * l->outputs + tile * LANES;
+                const Vec v = load(made.get() + r * made_stride + tile * LANES);
+                if (tile * LANES + LANES <= l->outputs) {
+                    narrow(to, v);
+                    continue;
+                }
                 bfloat16 rounded[LANES];
-                narrow(rounded, load(made.get() + r * made_stride + tile * LANES));
-                std::copy_n(rounded, std::min<int64_t>(LANES, l->outputs - tile * LANES), out + r * l->outputs + tile * LANES);
+                narrow(rounded, v);
+                std::copy_n(rounded, l->outputs - tile * LANES, to);
             }
     }
     return 0;
