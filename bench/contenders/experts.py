@@ -1,10 +1,12 @@
 """One contender of bench/models.py's row of experts, in a process of its own, so that nobody's caches are another's.
 
 The arguments: who, folder of the model, type to compute in, threads, rows, tokens. A line on stdin, a seed, asks for forward and
-backward of random tokens; the seconds come back. "logits" asks for those of the tokens of seed 0, in float32, saved beside the
-model. All answers are JSON.
+backward of random tokens through the model, and of random hidden states through its mixtures of experts alone, layer by layer; the
+seconds of both come back. "logits" asks for those of the tokens of seed 0, in float32, saved beside the model. All answers are
+JSON.
 """
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -45,7 +47,25 @@ def main() -> None:
             logits = model(ids).logits
         F.cross_entropy(logits.float().flatten(0, 1), ids.flatten()).backward()
         model.zero_grad(set_to_none=True)
-        print(time.perf_counter() - began, flush=True)
+        whole = time.perf_counter() - began
+        print(json.dumps([whole, layers_alone(model, seed, to_type, int(rows), int(tokens))]), flush=True)
+
+
+def layers_alone(model: Any, seed: int, to_type: torch.dtype, rows: int, tokens: int) -> float:
+    """Seconds of forward and backward, down to the hidden states that go in."""
+    draw = torch.Generator().manual_seed(seed)
+    x, grad = torch.randn(2, rows, tokens, model.config.hidden_size, generator=draw)
+    x.requires_grad_()
+    began = time.perf_counter()
+    for layer in model.model.layers:
+        with torch.autocast("cpu", to_type, enabled=to_type != torch.float32):
+            out = layer.mlp(x)
+        out = out[0] if isinstance(out, tuple) else out
+        out.backward(grad.to(out.dtype))
+    seconds = time.perf_counter() - began
+    assert x.grad is not None and bool(x.grad.any())
+    model.zero_grad(set_to_none=True)
+    return seconds
 
 
 if __name__ == "__main__":

@@ -90,6 +90,15 @@ inline void put_slices(const float* from, int64_t stride, int64_t depth, float* 
     for (int64_t k = 0; k < depth; k++, to += LANES, from += stride) store(to, load(from));
 }
 
+// The lines of weights that a thread probably reads next: they come from memory while it multiplies, some with each panel
+struct Ahead {
+    const float* first = nullptr;
+    int64_t count = 0, step = 0, done = 0;  // numbers from one line to the next
+    void fetch(int64_t panels) {
+        for (const int64_t stop = std::min(count, done + count / panels + 1); done < stop; done++) __builtin_prefetch(first + done * step);
+    }
+};
+
 // sums [rows, width] of rows by the token that they are of, each times its share where there are any
 inline void add_up(const Experts& m, const int64_t* place, const float* rows, const float* shares, int64_t token, float* out) {
     for (int64_t d = 0; d < m.width; d += LANES) {
@@ -126,8 +135,11 @@ void forward(const Experts& m, float* out) {
             const int64_t e = u / inner_tiles, at = u % inner_tiles * LANES;
             for (int part = 0; part < 2 && panels.first[e] < panels.first[e + 1]; part++) {
                 put_columns(Rows16(m.weights[3 * e + part] + at * m.width, m.width), m.width, columns);
+                const int64_t next = part ? std::min(u + m.threads, m.experts * inner_tiles - 1) : u;
+                Ahead ahead{m.weights[next / inner_tiles * 3 + 1 - part] + next % inner_tiles * LANES * m.width, m.width, LANES};
                 for (int64_t p = panels.first[e]; p < panels.first[e + 1]; p++) {
                     const Panel& panel = panels.all[p];
+                    ahead.fetch(panels.first[e + 1] - panels.first[e]);
                     product(panel.count, x.get() + p * ROWS * m.width, columns, m.width, sums);
                     for (int r = 0; r < panel.count; r++) {
                         float* to = m.wide + (panel.row + r) * 2 * m.inner + at;
@@ -146,8 +158,11 @@ void forward(const Experts& m, float* out) {
             const int64_t e = u / width_tiles, at = u % width_tiles * LANES;
             if (panels.first[e] == panels.first[e + 1]) continue;
             put_columns(Rows16(m.weights[3 * e + 2] + at * m.inner, m.inner), m.inner, columns);
+            const int64_t next = std::min(u + m.threads, m.experts * width_tiles - 1);
+            Ahead ahead{m.weights[next / width_tiles * 3 + 2] + next % width_tiles * LANES * m.inner, m.inner, LANES};
             for (int64_t p = panels.first[e]; p < panels.first[e + 1]; p++) {
                 const Panel& panel = panels.all[p];
+                ahead.fetch(panels.first[e + 1] - panels.first[e]);
                 product(panel.count, active.get() + p * ROWS * m.inner, columns, m.inner, sums);
                 for (int r = 0; r < panel.count; r++) store(made.get() + (panel.row + r) * m.width + at, sums[r]);
             }
@@ -208,8 +223,11 @@ void backward(const Experts& m, const Gradients& g) {
             const int64_t e = u / inner_tiles, t = u % inner_tiles, start = m.starts[e], size = m.starts[e + 1] - start;
             if (!size) continue;
             put_slices(m.weights[3 * e + 2] + t * LANES, m.inner, m.width, mine);
+            const int64_t next = std::min(u + m.threads, m.experts * inner_tiles - 1);
+            Ahead ahead{m.weights[next / inner_tiles * 3 + 2] + next % inner_tiles * LANES, m.width, m.inner};
             for (int64_t p = panels.first[e]; p < panels.first[e + 1]; p++) {
                 const Panel& panel = panels.all[p];
+                ahead.fetch(panels.first[e + 1] - panels.first[e]);
                 product(panel.count, outs.get() + p * ROWS * m.width, mine, m.width, sums);
                 for (int r = 0; r < panel.count; r++) {
                     const int64_t row = panel.row + r;
@@ -243,8 +261,12 @@ void backward(const Experts& m, const Gradients& g) {
             if (panels.first[e] == panels.first[e + 1]) continue;
             put_slices(m.weights[3 * e] + at, m.width, m.inner, mine);
             put_slices(m.weights[3 * e + 1] + at, m.width, m.inner, mine + m.inner * LANES);
+            const int64_t next = std::min(u + m.threads, m.experts * width_tiles - 1), place = next % width_tiles * LANES;
+            Ahead gates{m.weights[next / width_tiles * 3] + place, m.inner, m.width};
+            Ahead ups{m.weights[next / width_tiles * 3 + 1] + place, m.inner, m.width};
             for (int64_t p = panels.first[e]; p < panels.first[e + 1]; p++) {
                 const Panel& panel = panels.all[p];
+                gates.fetch(panels.first[e + 1] - panels.first[e]), ups.fetch(panels.first[e + 1] - panels.first[e]);
                 product(panel.count, turned.get() + p * ROWS * both, mine, both, sums);
                 for (int r = 0; r < panel.count; r++) store(outs.get() + (panel.row + r) * m.width + at, sums[r]);
             }
