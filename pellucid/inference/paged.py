@@ -147,7 +147,7 @@ class Span:
 
 
 class PagedAttend:
-    """An `Attend` for packed tokens ``[N, H, d]`` of one step. Everything that layers share is made once, here.
+    """An `Attend` for packed tokens ``[N, H, d]`` of one step. Everything that layers share is made once.
 
     New keys and values are written first; a token sees its own sequence up to itself, of a layer with a sliding window the
     last of it. Rows that belong to no span come back as zeros.
@@ -176,11 +176,12 @@ class PagedAttend:
         if not in_kernel(q, spec.key_dim, spec.value_dim):
             self.cache.write(layer, k, v, self._slots)
             return self._attend(layer, q, scale, window)
-        return attend_in_kernel(
+        mixed = attend_in_kernel(
             q, *self.cache.places(layer), self._index, kv_heads=spec.heads, value_width=spec.value_dim,
             block_size=self.cache.block_size, stored=self.cache.stored[layer][0].dtype, scale=scale, window=window,
             new=(k.to(q.dtype), None if spec.value_in_key else v.to(q.dtype)),
         )  # fmt: skip
+        return mixed.to(torch.bfloat16) if is_emulated(q) else mixed
 
     @cached_property
     def _index(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -202,25 +202,24 @@ class CanonicalAttend:
     def __init__(self, windows: tuple[int | None, ...], documents: Tensor | None = None) -> None:
         self.windows = windows
         self.spans = None if documents is None else [_runs(row) for row in documents.tolist()]
-        self.lengths: list[int] = []
-        """Of all documents, for the kernel."""
-        self.starts: Tensor | None = None
-        """The first of each token's document."""
+        self.documents: tuple[tuple[int, int], list[int], Tensor] | None = None
+        """For the kernel: rows and tokens, the lengths of all documents, and the first token of each token's."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
         rows, tokens = q.shape[:2]
         spans = self.spans or [[(0, tokens)]] * rows
         window = self.windows[layer]
         if in_kernel(q, k.shape[-1], v.shape[-1]):
-            if self.starts is None or len(self.starts) != rows * tokens:
-                self.lengths = [b - a for row in spans for a, b in row]
-                lengths = torch.tensor(self.lengths)
-                self.starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths, output_size=rows * tokens)
+            if self.documents is None or self.documents[0] != (rows, tokens):
+                lengths = torch.tensor([b - a for row in spans for a, b in row])
+                starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths, output_size=rows * tokens)
+                self.documents = (rows, tokens), lengths.tolist(), starts
+            _, each, first = self.documents
             kind = torch.bfloat16 if is_emulated(q) else q.dtype
             if not q.dtype == k.dtype == v.dtype:
                 q, k, v = q.float(), k.float(), v.float()
             flat = (x.flatten(0, 1) for x in (q, k, v))
-            out: Tensor = _InKernel.apply(*flat, self.starts, self.lengths, scale, window)  # type: ignore[no-untyped-call]
+            out: Tensor = _InKernel.apply(*flat, first, each, scale, window)  # type: ignore[no-untyped-call]
             return out.view(rows, tokens, *out.shape[1:]).to(kind)
         return torch.stack(
             [

@@ -204,3 +204,14 @@ def test_the_trainer_asks_the_kernel_once_for_all_documents() -> None:
     for row, a, b in ((0, 0, 7), (0, 7, 30), (1, 0, 29), (1, 29, 30)):
         one = by_torch(q[row, a:b], k[row, a:b], v[row, a:b], 0.2, None)
         torch.testing.assert_close(out[row, a:b].double(), one, rtol=1e-5, atol=1e-5)
+
+
+def test_an_attend_may_see_batches_of_several_shapes() -> None:
+    q, k, v = drawn(6, KVSpec(2, 32, 32), 48)
+    attend = CanonicalAttend((None,))
+    for rows in (2, 4, 3, 2):
+        parts = [x.view(rows, -1, *x.shape[1:]) for x in (q, k, v)]
+        out = attend(0, *parts, scale=0.2)
+        for row in range(rows):
+            one = by_torch(*(x[row] for x in parts), 0.2, None)
+            torch.testing.assert_close(out[row].double(), one, rtol=1e-5, atol=1e-5)
