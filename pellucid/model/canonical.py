@@ -211,9 +211,10 @@ class CanonicalAttend:
         window = self.windows[layer]
         if in_kernel(q, k.shape[-1], v.shape[-1]):
             if self.documents is None or self.documents[0] != (rows, tokens):
-                lengths = torch.tensor([b - a for row in spans for a, b in row])
+                each = [b - a for row in spans for a, b in row]
+                lengths = torch.tensor(each)
                 starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths, output_size=rows * tokens)
-                self.documents = (rows, tokens), lengths.tolist(), starts
+                self.documents = (rows, tokens), each, starts
             _, each, first = self.documents
             kind = torch.bfloat16 if is_emulated(q) else q.dtype
             if not q.dtype == k.dtype == v.dtype:
