@@ -65,7 +65,6 @@ LOADERS = {
 SHAPES = {
     "few large experts": dict(D=512, L=4, E=8, K=2, I=768, rows=4, tokens=256),
     "many small experts": dict(D=384, L=4, E=64, K=8, I=128, rows=4, tokens=256),
-    "Qwen3-30B-A3B at half width": dict(D=1024, L=1, E=128, K=8, I=384, rows=4, tokens=256),
     "few tokens": dict(D=384, L=4, E=64, K=8, I=128, rows=1, tokens=128),
 }
 
