@@ -125,7 +125,7 @@ def race_experts(dtype_name: str, rounds: int, threads: int, shapes: list[str]) 
     from pellucid.model import Transformer
 
     print(
-        f"\n## experts\n\n{dtype_name}, {threads} threads, same weights, forward and backward; asked of the experts: 1.5\n"
+        f"\n## experts\n\n{dtype_name}, {threads} threads, same weights, forward and backward of random tokens; asked: 1.5\n"
     )
     print(
         "| shape | of | ours, ms | transformers, ms | its plain loop, ms | ratio | ratio to the plain loop | largest logit difference |"

@@ -33,13 +33,6 @@ struct Attention {
     void* out;                                   // [rows, heads, value_width]
 };
 
-inline float wide(float x) { return x; }
-inline float wide(bfloat16 x) { return widen_one(x); }
-inline void put(float* p, float x) { *p = x; }
-inline void put(bfloat16* p, float x) { *p = narrow_one(x); }
-inline Vec cached(const float* p) { return load(p); }
-inline Vec cached(const bfloat16* p) { return widen(p); }
-
 // From key to key of a sequence
 struct Walk {
     const int64_t* block;
@@ -90,21 +83,6 @@ inline void mixes(int64_t count, const float* shares, int64_t stride, const T* c
     if constexpr (Q > 1) mixes<Q - 1>(count, shares, stride, values, column, begin, end, out);
 }
 
-// Scores of keys begin ... end to their shares, before they are divided by the sum whose inverse comes back
-inline float soften(float* s, int64_t begin, int64_t end) {
-    const int64_t from = begin / LANES * LANES, until = (end + LANES - 1) / LANES * LANES;
-    std::fill(s + from, s + begin, -INFINITY);
-    std::fill(s + end, s + until, -INFINITY);
-    Vec top = all(-INFINITY), total = all(0);
-    for (int64_t key = from; key < until; key += LANES) top = most(load(s + key), top);
-    const Vec highest = all(maximum(top));
-    for (int64_t key = from; key < until; key += LANES) {
-        const Vec e = exponential(load(s + key) - highest);
-        store(s + key, e), total = total + e;
-    }
-    return 1.0f / sum(total);
-}
-
 // Rows of one sequence, one after the other in it, and heads of one key/value head
 struct Unit { int64_t row, rows, head, heads; };
 
@@ -124,7 +102,7 @@ template <class Q, class T> void attend(const Attention& m, const Unit& u, Room<
     const auto start = [&](int64_t i) { return m.window ? std::max<int64_t>(0, limit(i) - m.window) : 0; };
     for (int64_t i = 0; i < count; i++) {
         const Q* from = static_cast<const Q*>(m.q) + (u.row + i / u.heads) * m.q_stride + (u.head + i % u.heads) * width;
-        for (int64_t d = 0; d < width; d++) room.q[i * width + d] = wide(from[d]) * m.scale;
+        for (int64_t d = 0; d < width; d++) room.q[i * width + d] = widened(from[d]) * m.scale;
     }
     // of keys before `origin` nobody has a score here
     const int64_t origin = start(0) / LANES * LANES, end = limit(count - 1);
@@ -187,11 +165,11 @@ template <class Q, class T> void write(const Attention& m, int64_t row, int64_t 
     const Q* key = static_cast<const Q*>(m.new_keys) + row * m.key_stride + kv_head * m.key_width;
     const Walk place(m, row, m.positions[row]);
     T* to = place.at<T>(m.keys, kv_head);
-    for (int64_t d = 0; d < m.key_width; d++) put(to + d, wide(key[d]));
+    for (int64_t d = 0; d < m.key_width; d++) put(to + d, widened(key[d]));
     if (!m.new_values) return;
     const Q* value = static_cast<const Q*>(m.new_values) + row * m.value_stride + kv_head * m.value_width;
     to = place.at<T>(m.values, kv_head);
-    for (int64_t d = 0; d < m.value_width; d++) put(to + d, wide(value[d]));
+    for (int64_t d = 0; d < m.value_width; d++) put(to + d, widened(value[d]));
 }
 
 template <class Q, class T> void run(const Attention& m) {

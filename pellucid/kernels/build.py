@@ -72,7 +72,9 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
         if _is_switched_off():
             logger.info("kernels of our own are not used: %s", error)
         else:
-            logger.warning("kernels of our own are not used; int8, int4 and --fast take longer: %s", error)
+            logger.warning(
+                "kernels of our own are not used; int8, int4, --fast and attention in float32 take longer: %s", error
+            )
         return None, str(error)
     return found, None
 

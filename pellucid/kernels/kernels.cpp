@@ -412,11 +412,6 @@ inline void turn(float* x, const float* cos, const float* sin, int64_t width) {
     }
 }
 
-inline Vec cached(const float* p) { return load(p); }
-inline Vec cached(const bfloat16* p) { return widen(p); }
-inline void put(float* p, float x) { *p = x; }
-inline void put(bfloat16* p, float x) { *p = narrow_one(x); }
-
 // Scores of Q queries against 16 keys
 template <int Q, class T> inline void score(const float* const* q, const T* keys, int64_t width, int64_t size, float* const* out) {
     Vec total[Q];
@@ -452,17 +447,7 @@ void attend(const Decoder& m, const T* cache, int64_t kv_head, const int64_t* bl
     }
     for (int i = 0; i < count; i++) {
         float* s = room + i * stride;
-        const int64_t from = starts[i] / LANES * LANES, until = (limits[i] + LANES - 1) / LANES * LANES;
-        std::fill(s + from, s + starts[i], -INFINITY);
-        std::fill(s + limits[i], s + until, -INFINITY);
-        Vec top = all(-INFINITY), total = all(0);
-        for (int64_t key = from; key < until; key += LANES) top = most(load(s + key), top);
-        const Vec highest = all(maximum(top));
-        for (int64_t key = from; key < until; key += LANES) {
-            Vec e = exponential(load(s + key) - highest);
-            store(s + key, e), total = total + e;
-        }
-        const Vec inverse = all(1.0f / sum(total));
+        const Vec inverse = all(soften(s, starts[i], limits[i]));
         for (int64_t at = 0; at < width; at += 4 * LANES) {
             const int vecs = int(std::min<int64_t>(4, (width - at) / LANES));
             Vec mixed[4] = {all(0), all(0), all(0), all(0)};

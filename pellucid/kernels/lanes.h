@@ -265,6 +265,29 @@ inline Vec exponential(Vec x) {
     return zero_below(p * power_of_two(n), x, lowest);
 }
 
+// Scores of keys begin ... end to their shares, before they are divided by the sum whose inverse comes back
+inline float soften(float* s, int64_t begin, int64_t end) {
+    const int64_t from = begin / LANES * LANES, until = (end + LANES - 1) / LANES * LANES;
+    std::fill(s + from, s + begin, -INFINITY);
+    std::fill(s + end, s + until, -INFINITY);
+    Vec top = all(-INFINITY), total = all(0);
+    for (int64_t key = from; key < until; key += LANES) top = most(load(s + key), top);
+    const Vec highest = all(maximum(top));
+    for (int64_t key = from; key < until; key += LANES) {
+        const Vec e = exponential(load(s + key) - highest);
+        store(s + key, e), total = total + e;
+    }
+    return 1.0f / sum(total);
+}
+
+// Numbers of a cache, in either type
+inline Vec cached(const float* p) { return load(p); }
+inline Vec cached(const bfloat16* p) { return widen(p); }
+inline float widened(float x) { return x; }
+inline float widened(bfloat16 x) { return widen_one(x); }
+inline void put(float* p, float x) { *p = x; }
+inline void put(bfloat16* p, float x) { *p = narrow_one(x); }
+
 // 16 rows of weights, each of which may stand anywhere
 template <class W> struct Rows16 {
     const W* at[LANES];
@@ -291,11 +314,9 @@ template <class W> inline void turn(const W* const* rows, int64_t k, float* to) 
     }
 }
 #else
-inline float one(float x) { return x; }
-inline float one(bfloat16 x) { return widen_one(x); }
 template <class W> inline void turn(const W* const* rows, int64_t k, float* to) {
     for (int j = 0; j < 8; j++)
-        for (int i = 0; i < 8; i++) to[j * LANES + i] = one(rows[i][k + j]);
+        for (int i = 0; i < 8; i++) to[j * LANES + i] = widened(rows[i][k + j]);
 }
 #endif
 

@@ -74,6 +74,17 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(var
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("inputs", [32, 576, 800, 1568])
+def test_a_row_of_bfloat16_weights_has_the_same_bits_in_any_number_of_rows(variant, inputs):
+    """However its inputs are cut, and few, some and many rows."""
+    weight, x = drawn(37, inputs).bfloat16(), drawn(101, inputs, seed=1).bfloat16()
+    whole = torch.ops.pellucid.bfloat16_linear(x, weight, None)
+    torch.testing.assert_close(whole.float(), x.float() @ weight.float().T, rtol=2**-7, atol=1e-4 * inputs)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 47, 48, 49, 97):
+        parts = [torch.ops.pellucid.bfloat16_linear(part, weight, None) for part in x.split(rows)]
+        assert torch.equal(torch.cat(parts), whole), rows
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_row_of_nan_stays_alone(variant, bits):
     weights, x = packed(bits, 33, 47), drawn(9, 47, seed=1)

@@ -7,6 +7,7 @@ import resource
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,8 @@ def start(function):
             status = int(stop.code or 0)
         except KeyboardInterrupt:
             status = 130
+        except BaseException:
+            traceback.print_exc()
         finally:
             sys.stderr.flush()
             os._exit(status)
