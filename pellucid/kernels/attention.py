@@ -113,10 +113,10 @@ def of_documents(
     assert q.dtype == k.dtype == v.dtype
     k, v = _rows(k), _rows(v)
     numbers = torch.arange(len(q))
-    # a document is a block, and its first row the block's number
+    # a document is a block, and its first row the block's number; rows of one have one table, so that they are read together
     keys, values = (Place(x.data_ptr(), x.stride(0), x.stride(1), x.stride(0)) for x in (k, v))
     return attend(
-        q, keys, values, (numbers - starts, numbers, starts), kv_heads=k.shape[1], value_width=v.shape[2], block_size=ONE_PIECE,
+        q, keys, values, (numbers - starts, starts, numbers), kv_heads=k.shape[1], value_width=v.shape[2], block_size=ONE_PIECE,
         stored=k.dtype, scale=scale, window=window or None, library_=library_,
     )  # fmt: skip
 
