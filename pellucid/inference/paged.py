@@ -176,12 +176,11 @@ class PagedAttend:
         if not in_kernel(q, spec.key_dim, spec.value_dim):
             self.cache.write(layer, k, v, self._slots)
             return self._attend(layer, q, scale, window)
-        mixed = attend_in_kernel(
+        return attend_in_kernel(
             q, *self.cache.places(layer), self._index, kv_heads=spec.heads, value_width=spec.value_dim,
             block_size=self.cache.block_size, stored=self.cache.stored[layer][0].dtype, scale=scale, window=window,
-            new=(k.to(q.dtype), None if spec.value_in_key else v.to(q.dtype)),
+            new=(k, None if spec.value_in_key else v),
         )  # fmt: skip
-        return mixed.to(torch.bfloat16) if is_emulated(q) else mixed
 
     @cached_property
     def _index(self) -> tuple[Tensor, Tensor, Tensor]:

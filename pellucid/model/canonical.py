@@ -216,12 +216,9 @@ class CanonicalAttend:
                 starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths, output_size=rows * tokens)
                 self.documents = (rows, tokens), each, starts
             _, each, first = self.documents
-            kind = torch.bfloat16 if is_emulated(q) else q.dtype
-            if not q.dtype == k.dtype == v.dtype:
-                q, k, v = q.float(), k.float(), v.float()
             flat = (x.flatten(0, 1) for x in (q, k, v))
             out: Tensor = _InKernel.apply(*flat, first, each, scale, window)  # type: ignore[no-untyped-call]
-            return out.view(rows, tokens, *out.shape[1:]).to(kind)
+            return out.view(rows, tokens, *out.shape[1:])
         return torch.stack(
             [
                 torch.cat(
@@ -240,15 +237,8 @@ class _InKernel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        starts: Tensor,
-        lengths: Sequence[int],
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Sequence[int], scale: float, window: int | None
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(q, k, v)
         ctx.how = lengths, scale, window
         out: Tensor = torch.ops.pellucid.attention(q, k, v, starts, scale, window or 0)
