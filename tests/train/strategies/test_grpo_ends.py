@@ -44,12 +44,13 @@ def even_and_long(prompt, completion, record):
     return even(prompt, completion, record)
 
 def _counted():
+    "Which it is of all calls, in both workers: where one's own byte ended. The file's size may be past it by then."
     if "COUNT" not in os.environ:
         return 0
     with open(os.environ["COUNT"], "a") as file:
         file.write("x")
         file.flush()
-        return os.fstat(file.fileno()).st_size
+        return os.lseek(file.fileno(), 0, os.SEEK_CUR)
 """
 TWICE = dict(train__steps=6, strategy__updates=2, train__save_every=20, optim__lr=3e-2, strategy__reward_workers=2)
 
